@@ -239,7 +239,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def _record_failures(self, ended: int) -> tuple[list[Record], int, list[dict[str, Any]]]:
-        """Writes an event per failed rank; returns the last records, last logged iteration and failures."""
+        """Writes an event per failed rank; returns last records, the last logged iteration and failures."""
         records: list[Record] = []
         with suppress(OSError):  # no file yet, or the file system is unavailable
             records = last_records(self._metrics) if self._metrics else []
@@ -283,7 +283,7 @@ class Agent(LocalElasticAgent):
         return delay
 
     def _diagnosed(self, records: Sequence[Record], iteration: int, failures: Sequence[Record]) -> str:
-        """Diagnoses the failures; if needed, excludes a bad node or ends the job. Returns the action."""
+        """Diagnoses failures; if needed, excludes a bad node or ends the job. Returns the advised action."""
         # imported here, because only failures need the tables and their packages
         from moe_exp.watch.diagnosis import diagnose_failures
         from moe_exp.watch.excluded_nodes import exclude_if_possible

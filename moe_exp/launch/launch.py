@@ -1,4 +1,4 @@
-"""Runs a job on this node: checks, embedded corpus, agent (launch/torchrun_job.py), summary, exit code."""
+"""Runs a job on this node: checks it, starts torchrun (launch/torchrun_job.py) and prints a summary."""
 
 import os
 import shlex
@@ -106,7 +106,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
-    """Settings for the ranks: `given`, except values in the settings file that equal the preset's values."""
+    """Returns `given` for the ranks, without settings from a file that only repeat the preset's values."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
     # unless set, these are derived from other settings or the data
@@ -180,7 +180,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """`module_arguments` with the rendezvous address, since torchrun changes MASTER_ADDR and MASTER_PORT."""
+    """Returns the ranks' arguments, with MASTER_ADDR and MASTER_PORT, whose variables torchrun changes."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 
@@ -223,7 +223,7 @@ def _warn(lines: Iterable[str]) -> None:
 
 
 def dry_run_text(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> str:
-    """Settings with their sources (from `sources` if listed there), the torchrun command, and the report."""
+    """Lists the settings with their sources, the torchrun command and the report printed at startup."""
     lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():
         default = of_preset.get(name, Config.model_fields[name].default)

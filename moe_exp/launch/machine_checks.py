@@ -210,7 +210,7 @@ def _shared_memory(c: Config) -> Iterator[str]:
 
 
 def data_problems(c: Config) -> Iterator[str]:
-    """Checks that TRAIN_DATA, VALID_DATA and DATA_STAGES are complete, long enough and within VOCAB_SIZE."""
+    """Checks that TRAIN_DATA, VALID_DATA and DATA_STAGES are complete and long enough, and fit VOCAB_SIZE."""
     try:
         shares = parse_split(c.split)[:2]
     except ValueError:
@@ -382,14 +382,14 @@ def disk_warnings(config: Config) -> list[str]:
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Checks disk space: on resume for the next checkpoint, else for one or all checkpoints (DISK_CHECK)."""
+    """Checks disk space: on resume for the next checkpoint, else for one or all, depending on DISK_CHECK."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Returns existing checkpoints, and the problems if the disk lacks space: first for the next checkpoint,
-    then for all new checkpoints.
+    """Returns the existing checkpoints, the problems if the disk lacks space for the next checkpoint, and the
+    problems if it lacks space for all new checkpoints.
     """
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []

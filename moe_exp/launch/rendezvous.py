@@ -185,7 +185,7 @@ class RestartRendezvous(RendezvousHandler):
                 time.sleep(_POLL_SECONDS)
 
     def reconnect(self) -> bool:
-        """Reconnects to node 0; False if unreachable. Raises ConnectionError if node 0 refuses to connect."""
+        """Reconnects to node 0. Returns False if unreachable; raises ConnectionError if node 0 refuses."""
         try:
             # a plain socket distinguishes a host that refuses from an unreachable one
             socket.create_connection((self._host, self._port), _CONNECT_SECONDS).close()

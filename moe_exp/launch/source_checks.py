@@ -1,5 +1,5 @@
-"""Checks of a run's sources on this machine: the checkpoint to load (whether it fits, where training and data
-stages begin), how often each token file is read, and the validation data. No torch.
+"""Checks a run's sources on this machine: whether the checkpoint to load fits, where training and data stages
+begin, how often each token file is read, and which data is used for validation. No torch.
 """
 
 import importlib.util
@@ -86,7 +86,7 @@ def _source(config: Config) -> _Source | None:
 
 
 def _placed(config: Config, source: _Source) -> tuple[Config, list[str], list[str]]:
-    """Returns `config` with data stages moved to batch boundaries, a line per moved stage, and problems."""
+    """Moves data stages to batch boundaries; returns the new config, a line per moved stage, and problems."""
     if not source.progress:
         staged, lines = config.with_stage_begins()
         return staged, lines, list(staged.stage_begin_problems())
@@ -120,7 +120,7 @@ _ROUNDING = 1.01  # tolerance for rounded weights and for TRAIN_ITERS in whole b
 
 
 def data_warnings(config: Config) -> list[str]:
-    """Warnings about tokenizers, repeated token files and validation on one document or on training data."""
+    """Warns about tokenizers, token files read too often, and validation on one document or training data."""
     with suppress(ValueError, OSError):  # reported by the checks of files
         if not config.train_data or needs_preparation(config):
             return list(validation_overlaps(config))
@@ -160,7 +160,7 @@ def _repeated(config: Config, share: Share) -> Iterator[str]:
 
 
 def _max_epochs(prefix: str) -> float | None:
-    """max_epochs of token files written by `moe-exp data mix`; None for other files."""
+    """The max_epochs that `moe-exp data mix` stored for the token files `prefix`; None for other files."""
     path = Path(prefix).with_name("mixture.json")
     # another program may have written a file of this name
     with suppress(KeyError, TypeError, AttributeError, ValueError):

@@ -1,4 +1,4 @@
-"""This node's job: command line, environment, signals and exit code. No torch.
+"""This node's job: command line, environment, signals and exit code. Does not import torch.
 
 The launcher forwards signals to the agent (launch/agent.py), which forwards them to the ranks. The ranks then
 finish the iteration, save and exit. If the launcher is killed, the agent lets the ranks save and exit.
@@ -46,7 +46,7 @@ def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
 
 
 def child_environment(config: Config, key: str = "") -> dict[str, str]:
-    """`os.environ` plus the rendezvous key and variables for threads, allocators, NCCL, DETERMINISTIC."""
+    """`os.environ` with the rendezvous key and variables for threads, allocators, NCCL and DETERMINISTIC."""
     environ = dict(os.environ)
     environ |= config.deterministic_environment(environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):

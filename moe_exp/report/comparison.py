@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Loss of one run, or mean loss of several runs in their common range; `at`: positions on each axis."""
+    """Loss of a run, or mean loss of several in their common range; `at`: position of each loss, by axis."""
 
     at: Mapping[str, Floats]
     loss: Floats
@@ -68,7 +68,7 @@ def tokenizer_of(run: RunRecords) -> str | None:
 
 
 def bits_per_nat(run: RunRecords) -> float:
-    """Factor from nats per token to bits per byte, from the latest validation that has both, or NaN."""
+    """Bits per byte divided by nats per token, in the latest validation with both; NaN if there is none."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
     # the ratio depends only on tokens per byte of the text, not on the model
     both = np.isfinite(bits) & (nats > 0)
@@ -86,7 +86,7 @@ def is_mixed(runs: Sequence[RunRecords]) -> bool:
 
 
 def loss_unit(runs: Sequence[RunRecords]) -> str | None:
-    """Unit in which losses are comparable: NATS for one tokenizer, else BITS; None if a run lacks BITS."""
+    """Unit in which losses are comparable: NATS with one tokenizer, else BITS (None if a run lacks BITS)."""
     if not is_mixed(runs):
         return NATS
     return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
@@ -112,7 +112,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Start of the first record, taken to be as long as the second; 0 for one record, NaN without records."""
+    """Start of the first record, assumed to be as long as the second; 0 for one record, NaN without any."""
     # not always 0: a run started with LOAD_DIR continues the counts of the checkpoint
     known = x[np.isfinite(x)]
     if len(known) < 2:
@@ -176,7 +176,7 @@ def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> dict[str, 
 
 
 def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
-    """Lowest smoothed loss that all comparable runs reach, `rounded_up` (NaN if unknown), and its unit."""
+    """Lowest smoothed loss that all comparable runs reach, rounded up (NaN if unknown), and its unit."""
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
         return float("nan"), None
@@ -242,7 +242,7 @@ def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> Loss
 
 
 def run_curve(run: RunRecords, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """Loss curve of a run: VALIDATION, or TRAINING smoothed over `window_tokens`; None if empty."""
+    """Validation curve or smoothed training curve of a run, depending on `what`; None if it has no points."""
     if what == VALIDATION:
         table, loss = run.valid, run.valid["lm_loss_bits_per_byte" if unit == BITS else "lm_loss"]
     else:

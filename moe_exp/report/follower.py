@@ -1,4 +1,4 @@
-"""Follows the metrics.jsonl of a run, which may still grow, not exist yet, or be truncated by a resume.
+"""Follows a run's metrics.jsonl; the file may be missing at first, still grow, or be truncated by a resume.
 
 Each poll reads only appended lines, so that files with 100,000 lines stay cheap.
 """
@@ -58,7 +58,7 @@ class Watched:
         return statistics.median(self.interval_seconds) if self.interval_seconds else None
 
     def take(self, record: Mapping[str, Any]) -> bool:
-        """Adds the next record; False if it is invalid."""
+        """Adds the next record; returns False if it is invalid."""
         iteration = record.get("iteration")
         if not isinstance(iteration, int):
             self.num_unreadable_lines += 1
@@ -113,7 +113,7 @@ class Follower:
         self._read: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def refresh(self) -> None:
-        """Reads the lines appended since the last call. Sets `trouble` if reading fails."""
+        """Reads the lines appended since the last call. Stores a read error in `trouble`."""
         self.trouble = None
         try:
             with regular(self.folder.metrics).open("rb") as file:
@@ -148,7 +148,7 @@ class Follower:
         return self._content(self.folder.config)
 
     def _content(self, path: Path) -> dict[str, Any]:
-        """Content of a file, read again after changes; empty if missing or unreadable."""
+        """Content of a file, which is read again only after it changed; empty if missing or unreadable."""
         try:
             changed = path.stat().st_mtime_ns
             if path not in self._read or self._read[path][0] != changed:

@@ -19,7 +19,7 @@ AXES: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Mean, lowest and highest loss of a group's runs; runs without this loss are only in `left_out`."""
+    """Mean, lowest and highest loss of a group's runs, except those in `left_out`, which lack this loss."""
 
     group: Group
     loss: float
@@ -89,7 +89,7 @@ def amount_text(axis: Axis, amount: float) -> str:
 
 
 def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
-    """Describes which run is better at equal tokens and by how much, or the loss of a single run.
+    """Describes which run is better at equal tokens and by how much, or, if there is only one run, its loss.
 
     Returns:
         The headline (one sentence), and sentences about seeds and excluded runs (may be empty).
@@ -149,7 +149,7 @@ RANKING_RULE = (
 
 
 def other_winners(runs: Sequence[RunRecords]) -> Iterator[str]:
-    """Sentences for equal FLOPs and equal time, each only if its winner does not win at equal tokens."""
+    """Sentences for equal FLOPs and equal time; each is omitted if its winner also wins at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return
     # without tokens, which the headline already covers
@@ -189,7 +189,7 @@ def pair_text(pair: Parity, found: Ranking | None) -> str:
 
 
 def opposite_text(pair: Parity, found: Ranking | None) -> str:
-    """Returns a sentence if the ranking at equal tokens contradicts the pair's token ratio, else ""."""
+    """Returns a sentence if the run with fewer tokens to the same loss is worse at equal tokens, else ""."""
     lead = difference(pair, found)
     # no contradiction: fewer tokens to the same loss, and a lower loss at equal tokens
     if found is None or not (pair.shares.get("consumed_tokens", float("nan")) - 1) * lead < 0:

@@ -272,12 +272,12 @@ def _age_line(follower: Follower) -> Text:
 
 
 def _printable(text: str) -> str:
-    """Replaces control characters, because names and texts come from files."""
+    """Replaces control characters, which names and texts from files may contain."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
-    """Means of up to `num_buckets` groups of adjacent values, ignoring None; None if a group is all None."""
+    """Means of up to `num_buckets` groups of adjacent values, ignoring None; None if a group has no value."""
     count = min(num_buckets, len(values))
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
     groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))

@@ -214,7 +214,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:
-    """Indices at which `values` reach a new minimum; if more than `most`, `most` of them, evenly spaced."""
+    """Indices at which `values` reach a new minimum, thinned evenly to `most` if there are more."""
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
     indices = np.flatnonzero(lowest < np.concatenate([[np.inf], lowest[:-1]]))
     if len(indices) > most:
@@ -229,7 +229,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Mean, minimum and maximum of each bucket's finite values (or NaN), and number of non-finite values."""
+    """Each bucket's mean, minimum and maximum of finite values (NaN if none) and number of other values."""
     index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))
@@ -239,7 +239,7 @@ def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Fl
 
 
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
-    """Bucket means, indices of buckets with non-finite values, optionally minimum and maximum per bucket."""
+    """Bucket means, indices of buckets with non-finite values and, if `with_range`, minima and maxima."""
     if not np.isfinite(values).any():
         return None
     mean, low, high, num_missing = bucketed(values, starts)

@@ -48,7 +48,7 @@ def filled(name: str, fields: Mapping[str, str]) -> str:
 
 
 def charts_html(names: Sequence[str], wide: str = "") -> str:
-    """Placeholders for charts and for the note about hidden charts, filled by the script."""
+    """Empty elements for charts and for the note about hidden charts; the page's script fills them."""
     css = {name: "chart wide" if name == wide else "chart" for name in names}
     boxes = "".join(f'<div class="{css[name]}" data-chart="{name}"></div>' for name in names)
     return f'<p class="note hidden-charts" hidden></p><div class="charts">{boxes}</div>'
@@ -82,7 +82,7 @@ def how(rule: str) -> str:
 
 
 def result_html(runs: Sequence[RunRecords], warnings: Iterable[str]) -> str:
-    """Headline, warnings, losses at equal tokens, equal FLOPs or equal time, and costs of the same loss."""
+    """Headline, warnings, losses (at equal tokens, FLOPs or time), and costs of reaching the same loss."""
     text, about_seeds = headline.headline(runs)
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
     lines = "".join(f"<p>{escape(text)}</p>" for text in warnings)
@@ -120,7 +120,7 @@ _PARITY_RULE = (
 
 
 def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> str:
-    """Comparisons at equal loss as cards (as a table if there are many), and the rule of the comparison."""
+    """Comparisons at equal loss (cards, or a table if there are many), and how the models are compared."""
     if not found:
         return ""
     title = "Cost of the same loss"
@@ -353,7 +353,7 @@ def ranks_html(runs: Sequence[RunRecords]) -> str:
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events in order. Drops checkpoints first, faults last; of one kind, the oldest first."""
+    """At most `most` events in order. Drops checkpoints first, faults last; within a kind, oldest first."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         # False comes before True

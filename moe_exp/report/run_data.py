@@ -48,7 +48,7 @@ _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, "consumed_samples"), (*AXES, *
 
 
 class LoadHistory:
-    """Sums the expert loads of each layer per time column; all columns have about equally many records."""
+    """Sums each layer's expert loads in time columns, each of which has about equally many records."""
 
     def __init__(self, num_records: int):
         self._num_records = max(num_records, 1)
@@ -69,7 +69,7 @@ class LoadHistory:
             self.finish()
 
     def finish(self) -> None:
-        """Sums the records added since the last call, many at once, as numpy calls have overhead."""
+        """Sums the records added since the last call together, because each numpy call has overhead."""
         waiting, self._waiting = self._waiting, []
         if waiting and not self._count(waiting):
             for one in waiting:  # their shapes differ
@@ -117,7 +117,7 @@ class LoadHistory:
         return True
 
     def record_means(self) -> dict[str, Floats]:
-        """For each of LAYER_KEYS, its mean over the layers per record (for `max_over_mean`, the maximum)."""
+        """For each of LAYER_KEYS, the mean over layers per record (`max_over_mean`: maximum over layers)."""
         table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
         return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
 
@@ -130,8 +130,8 @@ class LoadHistory:
 
         Returns:
             For C columns, L layers, E experts: first and last iteration [C, 2]; load [C, L, E] relative to
-            the fair share tokens*k/E; for each of LAYER_KEYS, the mean [C, L] over a column's records, or
-            NaN.
+            the fair share tokens*k/E; for each of LAYER_KEYS, the mean [C, L] over a column's records
+            (NaN if no record has a value).
         """
         used = np.flatnonzero(np.isfinite(self._bounds[:, 0]))
         parts = np.array_split(used, min(most, len(used)))
@@ -207,7 +207,7 @@ def latest(values: Floats) -> float:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values above SPIKE_FACTOR * median of the preceding SPIKE_WINDOW values (>= 10 finite)."""
+    """Indices of values > SPIKE_FACTOR * median of the preceding SPIKE_WINDOW values, if >= 10 are finite."""
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found
@@ -224,7 +224,7 @@ def spikes(values: Floats) -> list[int]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
-    """Reads run folders, skipping duplicates. ConfigError before reading if a path is not a run folder."""
+    """Reads each run folder once. Raises ConfigError before reading if a path is not a run folder."""
     folders = list({path.resolve(): path for path in paths}.values())
     raise_for(run_problems(paths))
     metrics = [RunFolder(path).metrics for path in folders]

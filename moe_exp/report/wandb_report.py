@@ -61,11 +61,11 @@ class MirroredRun:
 def wandb_report(
     paths: Sequence[Path], *, project: str, entity: str | None = None, title: str = "Dense against MoE"
 ) -> str:
-    """Writes a new report on run folders to a wandb project and returns its URL.
+    """Creates a report on the runs in `paths` in a wandb project; returns the URL of the report.
 
     Args:
         project: wandb project of the runs and the report.
-        entity: user or team that owns the project (default: the default of the API key).
+        entity: user or team that owns the project (None: the default entity of the API key).
         title: at most 128 characters.
 
     Raises:
@@ -163,7 +163,7 @@ def _report_api() -> Any:
 
 
 def build_report(runs: Sequence[MirroredRun], *, project: str, entity: str, title: str) -> Any:
-    """Builds the report without sending it (wandb_workspaces.reports.v2.Report); see `wandb_report`."""
+    """Builds a wandb_workspaces.reports.v2.Report without sending it; see `wandb_report`."""
     if len(title) > _LONGEST_TITLE:
         rule, fix = f"must have at most {_LONGEST_TITLE} characters, not {len(title)}", "shorten it"
         raise ConfigError([problem("title", f"{title[:20]}...", rule, fix)])
@@ -201,7 +201,7 @@ def build_report(runs: Sequence[MirroredRun], *, project: str, entity: str, titl
 
 
 def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, columns: int) -> Any:
-    """Panels side by side, with run sets for dense and MoE runs that can be shown or hidden."""
+    """Panels side by side; readers can show or hide the dense runs and the MoE runs (two run sets)."""
     from wandb_workspaces import expr
 
     width = _MOST_COLUMNS // columns

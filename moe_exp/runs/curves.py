@@ -66,7 +66,7 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
 
 
 def draw_loss_curve(records: Records, path: Path, title: str) -> None:
-    """Plots losses, learning rate and `marks_of` against iterations as a PNG; ValueError without losses."""
+    """Plots losses, learning rate and marks against iterations (PNG); ValueError if there are no losses."""
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
         rule = "no train record has a loss"
@@ -154,7 +154,7 @@ def _numbers(records: Records, key: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """Centered moving mean over up to `half_width` values per side, fewer at a curve's steep start."""
+    """Centered moving mean over up to `half_width` values per side, but fewer near both ends of a curve."""
     # NaN stays NaN, to show gaps, and is excluded from the means around it
     known, places = np.isfinite(values), np.arange(len(values))
     sums = np.cumsum([0.0, *np.where(known, values, 0.0)])
@@ -187,11 +187,11 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
     seeds have reached. Loss panels have the marks of `marks_of`.
 
     Args:
-        runs: by name, the records of one run or of several seeds.
+        runs: maps each name to a list that has the records of each seed.
         x: record key for the horizontal axis.
 
     Returns:
-        A matplotlib Figure that notebooks display, without empty panels; ValueError if all panels are empty.
+        A matplotlib Figure that notebooks display. Empty panels are omitted; ValueError if all are empty.
     """
     curves = {
         title: {name: [_curve(one, kind, x, value) for one in seeds] for name, seeds in runs.items()}
@@ -269,7 +269,7 @@ def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Names runs by their differences, such as `dense` and `dmoe, TOPK=2`; if ambiguous, returns `names`."""
+    """Names runs by differences such as `dense` and `dmoe, TOPK=2`; if these are unclear, returns `names`."""
 
     def value(of: Mapping[str, Any], name: str) -> str:
         return as_given(of.get(name, Config.model_fields[name].default))

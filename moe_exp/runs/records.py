@@ -4,7 +4,7 @@ Every record is a dict with `kind` and `iteration`:
 
     train  keys of TRAIN_KEYS, every LOG_INTERVAL iterations
     valid  keys of VALID_KEYS, every EVAL_INTERVAL iterations
-    event  event, time (ISO 8601) and details, see EVENTS; from rank 0, or from the launcher if ranks died
+    event  event, time (ISO 8601), details (see EVENTS); written by rank 0, or the launcher if ranks died
 
 Values that were not measured are null. NaN and infinity are also null, because JSON has neither.
 """
@@ -133,7 +133,7 @@ def event_record(name: str, iteration: int, /, **details: Any) -> Record:
 
 
 def append(path: Path, *records: Record) -> None:
-    """Appends all records to a metrics.jsonl, or no record if it raises an OSError, e.g. on a full disk."""
+    """Appends all records to a metrics.jsonl; after an OSError, e.g. on a full disk, none is appended."""
     left = "".join(json.dumps(json_value(record), allow_nan=False) + "\n" for record in records).encode()
     # Reopened each time, because network file systems show a record to other nodes only after a close.
     with path.open("ab+", buffering=0) as file:
@@ -149,7 +149,7 @@ def append(path: Path, *records: Record) -> None:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a metrics.jsonl, without an incomplete last line; FileNotFoundError if it is missing."""
+    """All records on complete lines of a metrics.jsonl; FileNotFoundError if the file is missing."""
     return list(_records(path, lambda line: parsed_record(line.decode(errors="replace"))))
 
 
@@ -206,7 +206,7 @@ def _records(path: Path, parse: Callable[[bytes], Record | None]) -> Iterator[Re
 
 
 def newest_records(path: Path) -> list[Record]:
-    """Records from the last train record with `training_seconds` on; all records if there is none."""
+    """Records starting with the last train record that has `training_seconds`; all records if none has it."""
     found = []
     for _, line in _backwards(path):
         if line.endswith(b"\n") and (record := parsed_record(line)) is not None:

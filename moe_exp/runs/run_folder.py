@@ -86,7 +86,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
-        """Run folder of `config`, which need not exist."""
+        """Run folder of `config`; the folder need not exist."""
         return cls(Path(config.run_dir).expanduser() / config.name)
 
 
@@ -249,7 +249,7 @@ _UNREPORTED = (
 
 
 def changes_of_resume(config: Config) -> list[str]:
-    """Settings that affect training and changed at a resume, such as `LR 0.001 -> 0.003`."""
+    """At a resume, the changed settings that affect training, such as `LR 0.001 -> 0.003`."""
     folder = RunFolder.of(config)
     if not _exists(folder.checkpoints / LATEST):
         return []  # nothing to resume from

@@ -35,7 +35,7 @@ class Caller:
     problems: Callable[[Config], Iterable[str]] = Config.problems  # of a suggested run's settings
 
     def command_with(self, **changes: Any) -> str:
-        """The command with changed settings: as variables if the user set variables, else as flags."""
+        """The command with changed settings: in the environment if the user set them there, else as flags."""
         settings = dict(self.environ)
         flags = []
         for name, value in changes.items():
@@ -59,7 +59,7 @@ def finish_run(
     config: Config, folder: RunFolder, *, since: datetime, wall_seconds: float, code: int | None = None,
     caller: Caller | None = None,
 ) -> tuple[Status, str] | None:  # fmt: skip
-    """Writes the summary of the launch that began at `since` (timezone-aware); returns status and text.
+    """Writes the summary of the launch that began at `since` (timezone-aware); returns its status and text.
 
     Returns None if the launch ended before it wrote its first record.
     """
@@ -82,7 +82,7 @@ def finish_run(
 
 
 def split_experts(records: Iterable[Record]) -> tuple[list[Record], dict[str, Any] | None]:
-    """Records stripped of `experts` (gigabytes in a long run), and the load balance of the experts."""
+    """Returns the records without `experts` (gigabytes in a long run), and the experts' load balance."""
     kept: list[Record] = []
     last: Records = ()  # layers of the last train record
     slots: dict[tuple[int, int], Floats] = {}  # sums over all train records, by (layer, E)
@@ -153,7 +153,7 @@ def summarize(
 
 
 def _latest_start(records: Records) -> Records:
-    """Records since the last `start` or `resume`; all train and valid records if there is no such event."""
+    """Records since the last `start` or `resume` event; without one, all train and valid records."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 

@@ -88,14 +88,14 @@ def train_command(flags: Mapping[str, Any]) -> list[str]:
 
 
 def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment without the run settings (passed as flags) and the names in `also_without`."""
+    """Returns the environment without run settings (they are passed as flags) and without `also_without`."""
     ours = {name.upper() for name in (*Config.model_fields, *also_without)}
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 @contextmanager
 def held(folder: Path, name: str, what: str) -> Iterator[None]:
-    """Creates `folder` and locks it in the `with` block; ValueError about `name` if `folder` is locked."""
+    """Creates `folder` and locks it in the `with` block; ValueError for setting `name` if already locked."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
@@ -136,8 +136,8 @@ def run_to_end(
 ) -> int | None:  # fmt: skip
     """Runs a launcher, appends its output to `log`, and returns its exit code, or None on a timeout.
 
-    A timeout or an exception such as Ctrl-C kills the run. If `saving`, the run may save a checkpoint before
-    it ends; a second Ctrl-C kills it immediately.
+    A timeout or an exception such as Ctrl-C kills the run. If `saving`, the run can save a checkpoint first,
+    unless a second Ctrl-C kills it immediately.
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -353,7 +353,7 @@ def _root_cause(lines: Sequence[str]) -> Sequence[str]:
 
 
 def _most_useful(lines: Sequence[str]) -> str:
-    """Returns the first line found of: rank error, fatal signal, last moe-exp line, last error, last line."""
+    """Returns the first found of: rank error, fatal signal, last line by moe-exp, last error, last line."""
     signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
     of_ours = re.compile(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )")
     ours = [line for line in lines if of_ours.match(line)]

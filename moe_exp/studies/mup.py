@@ -1,5 +1,5 @@
-"""Scaled models for `moe-exp mup`: growth of their outputs with size, and their best learning rates. No
-torch: the caller passes the training function.
+"""Scaled models for `moe-exp mup`: growth of their outputs with size, and their best learning rates.
+Does not import torch: the caller passes the training function.
 """
 
 import itertools
@@ -54,7 +54,7 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
 def models_of_axes(
     base: Config, widths: Sequence[int], experts: Sequence[int], parts: Sequence[int]
 ) -> dict[str, dict[int, Config]]:
-    """Returns the models of each axis (such as width) by size; ConfigError if no axis has two models."""
+    """Returns, for each axis (such as width), its models by size; ConfigError if no axis has two models."""
     if base.world_size > 1:
         rule, fix = "models are trained on one rank", "set GPUS_PER_NODE=1 and NNODES=1"
         raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
@@ -91,8 +91,8 @@ class Growth:
 
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
-    """Returns the growth of the first step's outputs, and of the last step's changes, with model size.
-    `measured`: by size, a run per seed; each run has (mean output, mean change) by step and module.
+    """Returns how the first step's outputs, and their changes until the last step, grow with model size.
+    `measured` lists a run per seed for each size; a run has (mean output, mean change) by step and module.
     """
     sizes, found = np.log2(list(measured)), []
 
@@ -162,7 +162,7 @@ def losses_of(
     models: Sequence[Config], rates: Sequence[float], repeats: int, folder: Path,
     train: Callable[[Config], float], num_workers: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Trains each model with each rate and seed, and returns the losses by `run_key`; inf if diverged.
+    """Trains each model with each rate and seed, and returns losses by run (see `run_key`); inf if diverged.
 
     Calls `train` in worker processes. Skips runs whose losses are in folder/losses.json; ConfigError if that
     file belongs to other models.

@@ -1,1 +1,1 @@
-"""Monitoring of long-running jobs. No torch."""
+"""Monitoring of long-running jobs, without torch."""

@@ -1,7 +1,7 @@
 """Finds the node, rank and device behind errors in logs, and lists causes before consequences. No torch.
 
-Logs may come from ranks, srun (with `%N` in their names), NCCL, or the kernel (dmesg, syslog).
-`known_errors.py` lists the messages.
+Logs may come from ranks, srun (file names with `%N`, the host), NCCL, or the kernel (dmesg, syslog).
+`known_errors.py` lists the recognized messages.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ _WORDS = re.compile(
 
 
 def origin_of_file(path: Path) -> Origin:
-    """Origin given by a file name: SLURM's `%N` (`123_4.node17.out`), `rank3`, or torchrun's rank folders."""
+    """Origin given by a file name: a node (`123_4.node17.out`), `rank3`, or torchrun's folder of a rank."""
     rank = re.search(r"rank[-_]?(\d+)", path.name)
     if not rank and path.stem in ("stdout", "stderr") and path.parent.name.isdigit():
         return Origin(rank=path.parent.name)
@@ -164,7 +164,7 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def reported_by_runs(paths: Iterable[Path]) -> list[str]:
-    """Lines on the latest hangs and failed ranks, from the events of run folders; logs may lack them."""
+    """Lines on the latest hangs and failed ranks, from run folders' events, which logs may lack."""
     lines = []
     for run in (RunFolder(path) for path in paths if path.is_dir()):
         events = last_records(run.metrics) if run.metrics.exists() else []

@@ -1,6 +1,6 @@
-"""Decides from a failed job's logs whether the job should restart. No torch.
+"""Decides from a failed job's logs whether the job should restart. Does not import torch.
 
-Used by launch/agent.py on all ranks' errors after each failure, and by `moe-exp watch diagnose` on logs.
+launch/agent.py diagnoses the errors of all ranks after each failure; `moe-exp watch diagnose` reads logs.
 """
 
 import re
@@ -62,7 +62,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Recommended action after a failure; `line`: the deciding log line, `host`: its host, if known."""
+    """Recommended action after a failure. `line` is the deciding log line, `host` its host (if known)."""
 
     action: Action
     category: str
@@ -79,7 +79,7 @@ class Diagnosis:
 
 
 def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
-    """Decides whether to restart, from the faults in all logs as returned by `blame.gathered`."""
+    """Decides whether to restart. `found`: the faults in all logs, as returned by `blame.gathered`."""
     found = found or [_UNKNOWN]
     kinds = {one: _kind(one, found, situation) for one in found}
     first = min(found, key=lambda one: list(DECISIONS).index(kinds[one]))
@@ -97,7 +97,7 @@ def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
 
 
 def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
-    """Key of DECISIONS: the fault's cause, or `node` if the fault points to a single host."""
+    """Returns a key of the table DECISIONS: the fault's cause, or `node` if the fault points to one host."""
     fault, is_new = one.fault, situation.is_new
     hosts = {other.where.host for other in found}
     affected = {other.where.host for other in found if other.fault == fault}
@@ -113,7 +113,7 @@ def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
 def diagnose_logs(
     files: Iterable[Path], *, iterations: int | None = None, trained_before: bool = False, repeats: int = 0
 ) -> Diagnosis:
-    """Like `diagnose`, for log files and the fields of a Situation; reads `iterations` from logs if None."""
+    """Diagnoses log files. Other arguments: fields of Situation; if None, `iterations` is read from logs."""
     logs, seen = [], [0]
     for path in files:
         faults: list[Seen] = []
@@ -129,7 +129,7 @@ def diagnose_logs(
 
 
 def diagnose_failures(records: Sequence[Record], failures: Sequence[Mapping[str, Any]]) -> Diagnosis:
-    """Like `diagnose`, for `failures` (fields of `rank_failed` events) and the earlier `records`."""
+    """Diagnoses `failures` (the fields of `rank_failed` events), given the run's earlier `records`."""
     logs = []
     for one in failures:
         line = f"moe-exp: rank {one['rank']} on {one['host']} ({one['device']}) has failed: {one['cause']}"

@@ -34,7 +34,7 @@ def exclude_list(run_dir: str) -> Path:
 
 
 def read_excluded(path: Path) -> dict[str, str]:
-    """Maps each host name to the date and reason in its first line; the order is that of the file.
+    """Maps each host name to the date and reason in the first line that names it, in the order of the file.
     Empty if there is no file. Raises ValueError on an invalid line.
     """
     reasons: dict[str, str] = {}
@@ -89,12 +89,12 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
 
 
 def slurm_option(hosts: Collection[str]) -> str:
-    """The sbatch/srun option `--exclude=a,b` for names from `read_excluded`; empty if there are no hosts."""
+    """The sbatch/srun option `--exclude=a,b` that excludes `hosts` (SLURM's names); empty if no hosts."""
     return f"--exclude={','.join(hosts)}" if hosts else ""
 
 
 def slurm_name(host: str) -> str:
-    """Host name without domain, as SLURM uses it; IP addresses are kept. Raises ValueError if invalid."""
+    """Host name as SLURM uses it, without domain; IP addresses stay whole. Raises ValueError if invalid."""
     if not _HOST.fullmatch(host):
         fix = "use only letters, digits, '-', '_' and '.'"
         raise ValueError(f"host={host[:_LONGEST_SHOWN]!r}: is not a host name. Fix: {fix}.")

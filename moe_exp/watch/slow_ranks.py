@@ -2,8 +2,9 @@
 
 All ranks wait for a slow rank, so only times that exclude waiting identify it. A rank is compared with its
 peers, which do the same work; a rank without peers is compared with all other ranks and its own past. A rank
-counts as slow only if it is slow over several samples (over more if times vary more) and, if other programs
-keep all processors of its host busy, for at least a minute. Shapes: S samples, R ranks, N values of a rank.
+counts as slow only if it is slow over several samples (the more times vary, the more samples are needed). If
+other programs keep all processors of its host busy, it must also be slow for at least a minute. Shapes: S
+samples, R ranks, N values of a rank.
 """
 
 import logging
@@ -38,8 +39,8 @@ _LOADED_SECONDS = 60.0  # for which a rank has to be slow there
 
 
 def differences(table_RN: Floats, works: Sequence[str]) -> Floats:
-    """Distance of each rank from the median of its peers: a difference for each of COLUMNS (for `variance`, a
-    sum), then the log of the ratio of own times (sums over PHASES).
+    """Compares each rank with the median of its peers: returns the difference for each of COLUMNS (for
+    `variance`, the sum), then the log of the ratio of the times without waiting (sums over PHASES).
     """
     own_R1 = table_RN[:, : len(PHASES)].sum(axis=1, keepdims=True)
     values_RN = np.concatenate([table_RN, np.log(np.maximum(own_R1, 1e-9))], axis=1)
@@ -64,9 +65,9 @@ def median_of_others(values_RN: Floats) -> Floats:
 
 
 def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int, dict[str, Any]]:
-    """Slow ranks in the last samples, each with its slowest `phase` and slowdown `factor`. Gaps and
-    ratios come from `differences`; for ranks without peers, their past median is subtracted. `share_R`:
-    variance of this median, relative to the variance of a sample.
+    """Slow ranks in the last samples, each with its slowest `phase` and slowdown `factor`. `gaps_SRN`
+    and `ratios_SR` come from `differences`; for ranks without peers, the caller has subtracted the rank's
+    past median. `share_R`: variance of this past median divided by the variance of one sample.
     """
     slow: dict[int, dict[str, Any]] = {}
     is_slow_now_R = np.median(ratios_SR[-_LENGTHS[0] :], axis=0) > _LEAST
@@ -97,14 +98,14 @@ def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int
 
 
 def processor_seconds() -> NDArray[np.float64]:
-    """Seconds for each of PROCESSORS: `own` since this process started, `busy` and `idle` since boot."""
+    """Processor seconds (see PROCESSORS): `own` since this process started, `busy` and `idle` since boot."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     return np.array([time.process_time(), sum(times[:8]) - idle, idle])  # further fields are parts of others
 
 
 class SlowRanks:
-    """Tracks slow ranks; writes JSON to `table`. `places`: host, device and work (same for peers) by rank."""
+    """Tracks slow ranks; writes all ranks' times to `table`. `places`: host, device and work of each rank."""
 
     def __init__(self, places: Sequence[Mapping[str, str]], table: Path):
         self._places, self._table, self._written = places, table, -math.inf
@@ -118,7 +119,7 @@ class SlowRanks:
         self._loaded: deque[NDArray[np.bool_]] = deque(maxlen=_LOAD_SAMPLES)
 
     def add(self, rows: Sequence[Sequence[float]]) -> list[tuple[str, dict[str, Any]]]:
-        """Adds a sample (COLUMNS and PROCESSORS by rank); returns events of ranks now slow or recovered."""
+        """Adds a sample (COLUMNS and PROCESSORS per rank); returns events: ranks now slow or recovered."""
         table_RN, load_RN = np.split(np.array(rows), [len(COLUMNS)], axis=1)
         if not self._slow and len(self._recent) >= _LENGTHS[0]:
             self._past.append(self._recent[-_LENGTHS[0]])

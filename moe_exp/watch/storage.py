@@ -1,7 +1,7 @@
-"""Save interval and disk space of a run: `moe-exp watch storage`. No torch.
+"""Save interval and disk space of a run: `moe-exp watch storage`. Does not import torch.
 
 The formulas are in planner/costs/saves.py. With ASYNC_SAVE, training waits for less than the duration d of a
-save, and a failure loses the save in progress. In the formulas, d bounds the time waited or lost.
+save, and a failure loses the save in progress. The formulas use d as an upper bound of time waited or lost.
 """
 
 import math
@@ -95,7 +95,7 @@ def save_advice(
 
     Args:
         save_interval: current SAVE_INTERVAL in iterations; 0: save only at the end.
-        mtbf_hours: mean time between failures of one node (of `num_nodes`); None: measured for the job.
+        mtbf_hours: mean time between failures of each of `num_nodes` nodes; None: as measured for the job.
         restart_seconds: time from a failure to the next resume; None: measured.
     """
     if not found.iteration_seconds or not found.save_seconds:

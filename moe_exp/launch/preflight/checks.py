@@ -47,8 +47,8 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     Sylvester 1867). The rows of the left factor and the columns of the right factor get a random order and
     random signs, so the product is n times a signed permutation matrix. Each partial sum is an integer of
     magnitude at most n. The magnitude of a sum over an aligned range of power-of-two length is 0 or that
-    length. So any tiling of the sum is exact with fp32 accumulation, and so are results in fp32, tf32, bf16
-    and fp16.
+    length. So fp32 accumulation is exact for any tiling of the sum, and the results are exact in fp32, tf32,
+    bf16 and fp16.
 
     Returns `wrong` (number of wrong elements over all products) and `teraflops` of the fastest product.
     `size` is n (default: 512 on a CPU, 8192 on a GPU).
@@ -207,7 +207,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 
 
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
-    """Bytes per transfer and number of repeats, chosen by the slowest rank's speed; equal on all ranks."""
+    """Bytes per transfer and number of repeats that suit the slowest rank; all ranks get the same values."""
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
     first = dist.all_to_all_single(torch.empty_like(probe), probe, async_op=True)
     assert first is not None  # torch returns None only to ranks outside the group

@@ -89,12 +89,12 @@ def expanded_hosts(text: str) -> list[str]:
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """This node's name in SLURM, as --exclude requires it; the host name may differ."""
+    """This node's name in SLURM, as SLURM's option --exclude requires it; the host name may differ."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def planned_hosts(num_nodes: int, given: str = "", environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Host names in NODE_RANK order from `given` or SLURM_JOB_NODELIST (SLURM's form); empty if unknown."""
+    """Expands `given`, or else SLURM_JOB_NODELIST, to host names in NODE_RANK order; empty if unknown."""
     # a list of another length belongs to another job or has a typo: better no names than wrong ones
     hosts = expanded_hosts(given or environ.get("SLURM_JOB_NODELIST", ""))
     return hosts if len(hosts) == num_nodes else []
@@ -116,7 +116,7 @@ THROTTLING = {
 
 
 def query_gpus() -> tuple[list[dict[str, str]], str]:
-    """For each GPU, the values of the FIELDS that nvidia-smi supports; also nvidia-smi's error or ''."""
+    """For each GPU, values of the FIELDS that nvidia-smi supports; also nvidia-smi's error ('' if none)."""
     fields = list(FIELDS)
     # nvidia-smi reports only the first unknown field: each round removes or renames one
     for _ in FIELDS:
@@ -171,5 +171,5 @@ def _number(text: str | None) -> int:
 
 
 def _is_set(text: str | None) -> bool:
-    """Whether a flag is set: older drivers report `Yes`, newer drivers a count."""
+    """Whether a field of nvidia-smi is set: older drivers report `Yes`, newer ones report a count."""
     return text == "Yes" or _number(text) > 0

@@ -1,4 +1,4 @@
-"""The preflight of one node, called by its launcher or by `moe-exp watch preflight`. No torch."""
+"""Preflight of one node, called by its launcher or by `moe-exp watch preflight`. Does not import torch."""
 
 import contextlib
 import secrets
@@ -178,7 +178,7 @@ def wait_for_port(config: Config, seconds: float = 5.0) -> None:
 
 
 def passes(config: Config) -> bool:
-    """Whether training may start (PREFLIGHT=1); the launchers of all nodes call this and get the same result.
+    """Whether training may start; with PREFLIGHT=1, all nodes' launchers call this and get the same result.
 
     Node 0 prints the table, adds bad nodes to the exclude list, and records the event `preflight`.
     """

@@ -1,7 +1,7 @@
 """The preflight of one rank, started by torchrun: checks the rank's device, then its links, step by step.
 
-No rank may block other ranks for long. So process groups have short timeouts, ranks wait for each other at
-torch's store rather than in a collective, and each step starts by writing the results so far for node.py.
+No rank may block other ranks for long. So process groups have short timeouts, ranks wait for each other with
+torch's key-value store, not a collective, and each step first writes the results so far to a file.
 """
 
 import datetime
@@ -65,7 +65,7 @@ class _Rank:
             self.values["host_memory"] = checks.check_memory(host, checks.bytes_to_fill(host, num_ranks))
 
     def check_links(self) -> None:
-        """Measures links in each node, in each pair of nodes (one node: of ranks), and among all ranks."""
+        """Measures links in each node, in each pair of nodes (or ranks, if one node), and among all ranks."""
         config = self.config
         if config.world_size == 1:
             return
@@ -102,7 +102,7 @@ class _Rank:
         self._store.wait([f"{step}/all"], _STEP_TIMEOUT)
 
     def _measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
-        """Returns the result of `measure_group`, or an error, so that later steps still run."""
+        """Returns the measurement, or its error instead of raising it, so that later steps still run."""
         self._meet(step)
         store = PrefixStore(name, self._store)
         try:

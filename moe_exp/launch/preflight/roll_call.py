@@ -165,10 +165,10 @@ class RollCall:
                 time.sleep(_RETRY_SECONDS)
 
     def meet(self, what: str, value: Any, seconds: float) -> dict[int, Any]:
-        """Sends `value` and returns the values of all nodes, by node. Raises ValueError if node 0 is gone.
+        """Sends `value`; returns the nodes' values, keyed by node. Raises ValueError if node 0 is gone.
 
-        Every node calls this with the same unique name `what`; `value` has JSON types. Nodes that call more
-        than `seconds` after the first node are missing from the result.
+        All nodes pass the same `what`, a name that no other meeting uses; `value` has JSON types. Nodes that
+        call more than `seconds` after the first node are missing from the result.
         """
         ask = {"ask": "meet", "what": what, "value": value, "seconds": seconds}
         answer = self._ask(ask, seconds + _PATIENCE_SECONDS)

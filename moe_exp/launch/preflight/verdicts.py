@@ -1,4 +1,7 @@
-"""Verdicts on slow or broken nodes; every node derives the same verdicts from all measurements. No torch."""
+"""Verdicts on slow or broken nodes; every node derives the same verdicts from all measurements.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """Worst grade of the findings; `ok` without findings."""
+    """Worst grade of the findings, or `ok` if there are no findings."""
     return max((finding.grade for finding in findings), key=GRADES.index, default="ok")
 
 
@@ -66,7 +69,7 @@ class NodeVerdict:
 
     @property
     def reason(self) -> str:
-        """One line with the node's own faults of the worst grade."""
+        """One line that lists the node's own faults with the worst grade."""
         own, grade = (finding for finding in self.findings if finding.is_its_fault), self.own_grade
         return "; ".join(finding.text for finding in own if finding.grade == grade)
 
@@ -81,7 +84,7 @@ class Verdict:
 
     @classmethod
     def on(cls, reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
-        """A verdict on the nodes of `reports`, without findings; each report contains the host name."""
+        """Creates a verdict on the nodes of `reports` with their host names, but without findings yet."""
         return cls([NodeVerdict(node, str(report["host"])) for node, report in sorted(reports.items())])
 
     @property
@@ -183,7 +186,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
-    """Blames nodes for failed node pairs; in a single-node job, blames the node for failed rank pairs."""
+    """Blames nodes for failed exchanges between nodes or, in a single-node job, between its ranks."""
     failed: dict[tuple[int, int], str] = {}
     for node, report in reports.items():
         for rank in report["ranks"]:
@@ -202,7 +205,7 @@ def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def blame_pairs(verdict: Verdict, failed: Mapping[tuple[int, int], str], what: str) -> None:
-    """Blames a node that several failed pairs share, or else the link between the two nodes of a pair."""
+    """Blames nodes that are in several failed pairs; for each other failed pair, blames its link."""
     hosts = {named.node: named.host for named in verdict.nodes}
     # a broken node fails with every partner; in the remaining pairs, either end may be at fault
     blamed, left = culprits(failed)
@@ -294,8 +297,8 @@ Pair = tuple[int, int]
 
 
 def rounds_of_pairs(count: int) -> list[dict[int, int]]:
-    """At most 6 rounds of disjoint pairs of numbers below `count`; each round is a dict from number to
-    partner. If count > 2, each number is in at least 2 pairs.
+    """Forms pairs of the numbers below `count`, in at most 6 rounds; each round is a dict from number to
+    partner. If count > 2, each number has at least 2 partners over all rounds.
     """
     strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
     edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
@@ -309,7 +312,7 @@ def rounds_of_pairs(count: int) -> list[dict[int, int]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Blames nodes greedily (most remaining failed pairs first); returns the nodes and unexplained pairs."""
+    """Repeatedly blames the node in the most remaining pairs; returns blamed nodes and unexplained pairs."""
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:

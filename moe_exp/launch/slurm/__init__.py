@@ -1,1 +1,1 @@
-"""A training run as consecutive SLURM jobs: from settings to sbatch. No torch."""
+"""Submits a training run, from its settings, as consecutive SLURM jobs. Imports no torch."""

@@ -249,7 +249,7 @@ def _shell(text: object) -> str:
 
 
 def directives(options: Iterable[str]) -> list[str]:
-    """`#SBATCH` lines for options --name=value, quoted for sbatch. The last of repeated options applies."""
+    """`#SBATCH` lines for options --name=value, quoted for sbatch. Of repeated options, the last applies."""
     lines = []
     for option in map(checked_line, options):
         plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)

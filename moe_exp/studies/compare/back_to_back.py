@@ -140,7 +140,7 @@ def predicted_seconds(variant: Variant) -> float | None:
 
 
 def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
-    """Adds measured seconds per iteration of missing variants to a copy of `known`; ValueError on failure."""
+    """Copy of `known` plus measured seconds per iteration of variants it lacks; ValueError on failure."""
     left = [variant for variant in comparison.variants if variant.name not in known]
     pace, folder = dict(known), comparison.folder / "pace"
     if not left:
@@ -175,7 +175,7 @@ def check_runs(
     runs: Sequence[Case],
     problems_of: Callable[[Config], Iterable[str]] = lambda one: [*one.problems(), *check_environment(one)],
 ) -> None:
-    """Raises ConfigError if runs cannot start; each line names the affected runs, unless all are affected."""
+    """ConfigError if runs cannot start; each line of the error names the affected runs, unless all are."""
     named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:

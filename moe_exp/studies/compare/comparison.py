@@ -63,8 +63,8 @@ class Comparison:
 
     @classmethod
     def of(cls, options: Options, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Comparison:
-        """Reads all settings and chooses the model sizes without disk access; ConfigError lists all problems.
-        `flags` are settings of the runs by field name; None means not given.
+        """Reads all settings and chooses the model sizes, without disk access. Raises ConfigError with all
+        problems. `flags` are settings of the runs by field name; None means not given.
         """
         raise_for(options.problems())
         given = given_settings(flags, environ)
@@ -105,13 +105,13 @@ class Comparison:
         return replace(self, variants=tuple(paced))
 
     def known_pace(self) -> dict[str, float]:
-        """Returns the seconds per iteration by variant, as measured by earlier calls."""
+        """Returns the seconds per iteration by variant that earlier `moe-exp compare` calls measured."""
         before = self._kept().get("variants", {})
         paces = {name: entry.get("seconds_per_iteration") for name, entry in before.items()}
         return {name: seconds for name, seconds in paces.items() if seconds}
 
     def keep(self, pace: Mapping[str, float]) -> None:
-        """Writes compare.json; variants from earlier calls stay in the file."""
+        """Writes compare.json; variants from earlier `moe-exp compare` calls stay in it."""
         entries = self._kept().get("variants", {})
         for variant in self.variants:
             seconds = pace.get(variant.name)
@@ -153,7 +153,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Ended:
-    """Current state of a run of the comparison."""
+    """Outcome of a run of the comparison."""
 
     run: Case
     status: str  # finished, stopped, failed, oom (out of memory), timeout, or left (not started)

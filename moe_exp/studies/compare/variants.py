@@ -1,5 +1,5 @@
 """Variants of a comparison, parsed from text such as `moe,dense` or `name:NUM_EXPERTS=16,TOPK=2`, and matched
-in FLOPs per token, active parameters per token or training time. No torch.
+in FLOPs per token, active parameters per token or training time. Does not import torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NEXT_SETTING = re.compile(r",(?=[A-Za-z_-]+=)")  # values may contain commas: M
 
 @dataclass(frozen=True)
 class Variant:
-    """One model."""
+    """One model of a comparison."""
 
     name: str  # of its folder and column
     own: dict[str, str]  # settings beyond the shared ones, by field name
@@ -45,13 +45,13 @@ class Variant:
 
     @classmethod
     def of(cls, name: str, own: Mapping[str, str], given: Mapping[str, Any]) -> Variant:
-        """Creates the variant with the settings in `given`, where `own` takes precedence."""
+        """Creates the variant from the settings in `given` and `own`; `own` takes precedence."""
         flags = {**given, **own}
         return cls(name, dict(own), flags, load_config(flags, {}))
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Settings that must be the same in all runs of a variant, including runs of later calls."""
+        """Settings that must be the same in all runs of a variant, including runs of later commands."""
         return {name: value for name, value in self.config.model_dump().items() if TRAITS[name].compared}
 
     def having(self, **settings: Any) -> Variant:
@@ -83,7 +83,7 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
 
     Args:
         runs: comma-separated names from KINDS. If `runs` is empty and `written` has fewer than two variants,
-            the MOE_TYPE of the settings and `dense` are added.
+            `dense` and the value of MOE_TYPE are added.
         written: further variants, each `NAME:SETTING=VALUE,SETTING=VALUE`.
         given: shared settings, see `child_runs.given_settings`.
     """
@@ -143,7 +143,7 @@ def reference_of(variants: Sequence[Variant]) -> Variant:
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
-    """Returns the settings that differ, with the value per variant (None: MoE setting of a dense model)."""
+    """Returns the settings that differ, with each variant's value (None: MoE setting of a dense model)."""
     found = {}
     for name in (name for name in Config.model_fields if name != "run_name"):
         is_of_experts = TRAITS[name].part == "experts"
@@ -204,7 +204,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Sets MLP widths that variants leave open to match the reference; ConfigError if impossible."""
+    """Matches variants to the reference by setting MLP widths they leave open; ConfigError if impossible."""
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:

@@ -55,7 +55,7 @@ class Definition:
 
     @classmethod
     def read(cls, name: str) -> Definition:
-        """Reads a YAML file or, given its name, a definition in this package; ConfigError if invalid."""
+        """Reads the YAML file `name`, or this package's definition of that name; ConfigError if invalid."""
         own = {path.stem: path for path in sorted(PUBLISHED.glob("*.yaml"))}
         path = own.get(name, Path(name))
         if not path.is_file():
@@ -146,7 +146,7 @@ class Ladder:
         return ladder
 
     def problems(self) -> Iterator[str]:
-        """Checks that the baseline exists and that FLOPs rise with each rung and match across variants."""
+        """Checks that the baseline exists, FLOPs rise by rung, and FLOPs per token match across variants."""
         if self.baseline not in self.names:
             yield problem("baseline", self.baseline, "unknown variant", f"use one of {', '.join(self.names)}")
         if ramp := self.rungs[0].reference.config.rampup_batch_size:
@@ -167,7 +167,7 @@ class Ladder:
                     yield problem("variant", f"{variant.name} of rung {number}", rule, fix)
 
     def flops(self, rung: int) -> dict[str, float]:
-        """Returns the model FLOPs of one run per variant at rung `rung` (counted from 0)."""
+        """Returns, for each variant, the model FLOPs of one run at rung `rung` (counted from 0)."""
         return {one.name: compute_of(one.config) for one in self.rungs[rung].variants}
 
     @property
@@ -187,7 +187,7 @@ def compute_of(config: Config) -> float:
 
 
 def scaled(base: Config, width: int) -> dict[str, Any]:
-    """Returns the settings of the rung with HIDDEN_SIZE `width`, scaled from `base` by RULE."""
+    """Returns the settings of the rung with HIDDEN_SIZE `width`, scaled from `base` as described in RULE."""
     share = width / base.hidden_size
 
     def rounded(value: int, unit: int = 1) -> int:

@@ -117,7 +117,7 @@ def fit_laws(
     variants: Mapping[str, Points], *, asymptote: float | None = None, is_shared: bool = True,
     num_draws: int = 400, seed: int = 0,
 ) -> Fit:  # fmt: skip
-    """Fits the laws by least squares, jointly if they share E; ValueError if `fit_problem` finds a problem.
+    """Fits the laws by least squares, jointly if they share E; raises ValueError if there is a `fit_problem`.
 
     Each bootstrap draw adds noise to the mean of each rung (see `Noise`); there are no draws if no
     rung has several seeds. `asymptote`: E in nats per token; None: E is fitted.
@@ -234,7 +234,7 @@ def _fit_means(
 
 
 def estimate(value: float, draws: Sequence[float], covered: float = COVERED) -> Estimate:
-    """Returns `value` with the interval that covers the share `covered` of `draws`; draws may be infinite."""
+    """Returns `value` with the interval that covers the share `covered` of `draws`; a draw may be inf."""
     if not draws:
         return Estimate(value)
     tail = 100 * (1 - covered) / 2

@@ -1,4 +1,4 @@
-"""Runs a sweep's cases sequentially or as SLURM jobs, and updates the tables after each case. No torch.
+"""Runs a sweep's cases one by one or as SLURM jobs; updates the tables after each. Does not import torch.
 
 $SWEEP_DIR/$SWEEP_NAME/
   sweep.csv sweep.md sweep.png   rewritten after each case
@@ -43,7 +43,7 @@ _OWN_OF_CASE = {
 
 
 def case_of(flags: Mapping[str, Any], folder: Path, *, local: bool) -> Case:
-    """Creates the case with these settings. With `local`, checks whether this machine can run the case."""
+    """Creates the case with settings `flags`. `local`: check whether this machine can run the case."""
     config = load_config(flags, {})
     name = case_name(config)
     problems = list(config.problems())

@@ -66,7 +66,7 @@ class Result:
 
 def result_of(case: Case, code: int | None, *, timeout: int, num_warmup: int, num_iterations: int) -> Result:
     """Returns the result of a case whose launcher has ended with exit `code` (None: it timed out, or the code
-    is unknown). `timeout`: time limit of a local case (seconds); 0: SLURM enforces it.
+    is unknown). `timeout`: time limit of a local case (seconds); 0 if SLURM enforces the limit.
     """
     text = case.log.read_text(encoding="utf-8", errors="replace") if case.log.exists() else ""
     status: Status
@@ -117,12 +117,12 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """Job that predicts memory as runs measure it: resident on a CPU, allocated by PyTorch on a GPU."""
+    """Job that predicts what runs measure: resident memory on a CPU, PyTorch's allocations on a GPU."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Returns why a layout is predicted to run out of memory, or "". CPU ranks share the host's memory."""
+    """Returns why a layout is predicted to run out of memory, or ""; on a CPU, counts all ranks of a node."""
     if not gpu:
         return ""
     # On a GPU, context and NCCL buffers must fit as well, not only PyTorch's allocations.
@@ -163,7 +163,7 @@ def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
 
 
 def to_markdown(rows: Sequence[Row], title: str) -> str:
-    """Returns a table of layouts sorted by status, GPU count and time, then the rejected layouts."""
+    """Returns a table of layouts, sorted by status, GPU count and time, followed by the rejected layouts."""
     lines, by_status = [f"# {title}"], _FASTEST_FIRST.index
     layouts = [row for row in rows if row.status != "rejected"]
     layouts.sort(key=lambda row: (by_status(row.status), row.case.config.world_size, row.seconds or 0.0))

@@ -1,7 +1,7 @@
-"""Trace of a rank's latest function calls in a mapped file that survives kill -9 (TRACE_CALLS_FROM).
+"""Trace of a rank's latest function calls in a memory-mapped file, which survives kill -9 (TRACE_CALLS_FROM).
 
-One fixed-length line per call: number, seconds of the host's monotonic clock, function. The newest line
-overwrites the oldest line; `sort -n` restores the order. Only Python functions of chosen packages
+One fixed-length line per call: number, seconds of the host's monotonic clock, function. In a full file,
+each new line overwrites the oldest; `sort -n` restores the order. Only Python functions of chosen packages
 (TRACE_CALLS_IN) are recorded. A recorded call costs one or two microseconds, any other call far less.
 """
 
@@ -74,7 +74,7 @@ class CallTrace:
 
 
 def latest_calls(path: Path, number: int) -> list[str]:
-    """Last `number` calls in a file, oldest first: seconds and function. Empty if there is no file."""
+    """Last `number` calls in a file, oldest first, each as time and function. Empty if there is no file."""
     if not path.exists():
         return []
     data = path.read_bytes()
@@ -89,7 +89,7 @@ _has_started = False
 
 
 def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> None:
-    """Starts this rank's trace, once, at its first iteration that is TRACE_CALLS_FROM or later."""
+    """Starts the trace of this rank's calls when `iteration` first reaches or exceeds TRACE_CALLS_FROM."""
     global _has_started
     if not _has_started and 0 < config.trace_calls_from <= iteration:
         _has_started = True

@@ -1,7 +1,7 @@
-"""Dumps this node's ranks: stacks from py-spy or, if it fails, faulthandler; if both fail, only /proc facts.
+"""Dumps the state of this node's ranks, and their stacks from py-spy or, if it fails, from faulthandler.
 
-py-spy reads the memory of a running or stopped process without stopping it. In a hang, py-spy runs again to
-read C frames, which stops the process for about a second. faulthandler writes stacks on a signal, even while
+py-spy reads the memory of a running or stopped process without stopping it. In a hang, py-spy runs again,
+stopping the process for about a second to read C frames. faulthandler writes stacks on a signal, even while
 the GIL is held. It reads frames without a lock; this is safe in a hung process and usually in a running one.
 """
 
@@ -50,7 +50,7 @@ def ranks_of_node(local: Path) -> dict[int, int]:
 
 
 def nccl_environment(local: Path) -> dict[str, str]:
-    """Variables that let NCCL's flight recorder write a dump when a pipe gets a byte; empty without GPUs."""
+    """Variables that let NCCL's flight recorder write a dump on request through a pipe; {} without GPUs."""
     if not count_gpus():
         return {}
     size, file = "2000", str(local / _NCCL_PREFIX)
@@ -63,7 +63,7 @@ def nccl_environment(local: Path) -> dict[str, str]:
 
 
 def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
-    """Writes dumps of all ranks of this node into `folder`; `is_hang`: adds C frames and NCCL's record."""
+    """Writes dumps of all ranks of this node into `folder`; in a hang, also C frames and NCCL's record."""
     beats = {beat.rank: beat for beat in heartbeat.read_beats(local)}
     # a scan of processes also finds ranks that have no heartbeat yet
     pids = {rank: beat.pid for rank, beat in beats.items()} | ranks_of_node(local)
@@ -103,7 +103,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
 
 
 def rank_facts(pid: int, beat: heartbeat.Heartbeat | None) -> dict[str, Any]:
-    """Host, pid, state (from psutil, or TRACED or GONE), kernel function, number of GPUs, and heartbeat."""
+    """Host, pid, state (psutil's status, TRACED or GONE), kernel function, number of GPUs, and heartbeat."""
     state = GONE
     with suppress(psutil.Error):
         state = str(psutil.Process(pid).status())
@@ -190,7 +190,7 @@ def _record(pipe: Path, path: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Each process group's last collective with its number (`last`), and the last `entries` of `record`."""
+    """Returns the last collective of each process group (`last`) and the latest `entries` of `record`."""
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}

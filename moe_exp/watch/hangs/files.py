@@ -68,7 +68,7 @@ def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
 
 
 def latest_request(folder: Path) -> Request | None:
-    """The latest request if `folder` is RUN/hang; in a folder of answers, the request that they answer."""
+    """The latest request if `folder` is RUN/hang; the answered request if `folder` contains answers."""
     return _read(Request, folder / "request.json")
 
 
@@ -144,12 +144,12 @@ class Frame:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Identifies the frame, whether py-spy or faulthandler printed it."""
+        """Identifies the frame; does not depend on whether py-spy or faulthandler printed it."""
         return self.name.rpartition(".")[2], self.file, self.line
 
     @property
     def place(self) -> str:
-        """Short file name and line."""
+        """Short file name and line number."""
         file = re.sub(r".*/(site|dist)-packages/", "", self.file)
         return f"{Path(file).name if Path(file).is_absolute() else file}:{self.line}"
 
@@ -225,7 +225,7 @@ def read_dumps(folder: Path) -> list[RankDump]:
 
 def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
     """Parses the output of `py-spy dump --full-filenames` or faulthandler; MainThread comes first.
-    `folders`: folders of PACKAGES on the dump's host; paths in them are shortened to start at the package.
+    `folders`: folders of PACKAGES on the dump's host; file paths inside them are cut to start at the package.
     """
 
     def from_package(file: str) -> str:

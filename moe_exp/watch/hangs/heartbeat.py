@@ -1,9 +1,10 @@
-"""A rank's heartbeat: iteration and phase in a memory-mapped file for its launcher (monitor.py). No torch.
+"""A rank's heartbeat: iteration and phase in a memory-mapped file for its launcher (monitor.py).
 
 A rank cannot report its state while it is stopped, or stuck in C code that holds the GIL. So each rank only
 records the start of each phase (a microsecond or two), and its launcher decides whether the rank is overdue.
-The file survives kill -9. In addition, faulthandler writes all stacks into a second file on STACKS_SIGNAL,
-and a sleeping thread writes torch's record of collectives when a pipe receives a byte.
+The file survives kill -9. When the rank receives STACKS_SIGNAL, faulthandler writes all stacks into a second
+file; when a byte arrives in the rank's pipe, a waiting thread writes torch's record of collectives into a
+third. This module does not import torch.
 
 Without the launcher's environment variable, for instance under plain torchrun, all functions are no-ops.
 """
@@ -57,7 +58,7 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """Path of a rank's file by `ending`: `beat`, `stacks` (from faulthandler), `pipe` (for requests), ..."""
+    """Path of a rank's file with this `ending`: `beat`, `stacks` (from faulthandler), `pipe`, ..."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 
@@ -163,7 +164,7 @@ def begin(iteration: int, num_microbatches: int) -> None:
 
 @contextmanager
 def during(phase: str) -> Iterator[None]:
-    """Reports `phase` until the block ends, even if code in it enters other phases; also a decorator."""
+    """Reports `phase` during a `with` block or decorated function, even if code in it enters other phases."""
     global _outer
     if _heart is None:
         yield

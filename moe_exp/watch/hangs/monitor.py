@@ -1,4 +1,4 @@
-"""The launcher's hang detection: monitors its ranks' heartbeats, collects all stacks, and kills the ranks.
+"""The launcher's hang detection: monitors its ranks' heartbeats; in a hang, saves stacks and kills ranks.
 
 The launcher's loop calls `HangWatch.poll`, which costs a few small reads a second; slower work runs in a
 thread. A false alarm costs a restart, which is worse than a late alarm. So a run counts as hung only if
@@ -7,8 +7,8 @@ thread. A false alarm costs a restart, which is worse than a late alarm. So a ru
 - no rank on any node is below half of its limit, paused or under a debugger, and
 - no rank of the node has made progress by the time all stacks are written.
 
-Limits use the host's monotonic clock, which stops during suspend. They count only time in which this process
-runs, since anything that stops the launcher (a frozen container, a suspended SLURM job) also stops the ranks.
+Limits use the host's monotonic clock, which stops during suspend. Only time in which this process runs is
+counted, as anything that stops the launcher (a frozen container, a suspended SLURM job) also stops the ranks.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _ANSWER_SECONDS = 120.0  # time for the other nodes to write their stacks
 def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None) -> float:
     """Time limit of a rank's iteration, or of its phase outside of iterations.
 
-    `hang_timeout`: auto, none or seconds. `other_seconds`: limit (None: no limit) outside of iterations, and
-    also in iterations until enough of them have been timed.
+    `hang_timeout`: auto, none or seconds. `other_seconds`: limit outside of iterations and,
+    until enough iterations have been timed, also in iterations; None: no limit.
     """
     other = math.inf if other_seconds is None else float(other_seconds)
     if hang_timeout == "none" or beat.phase == PAUSED:
@@ -79,7 +79,7 @@ def elapsed_seconds(beat: Heartbeat, now: float, running_since: float) -> float:
 
 
 class HangWatch(AbstractContextManager["HangWatch"]):
-    """Context manager that monitors the ranks of this node; start the ranks with `environment`."""
+    """Context manager that monitors this node's ranks; start them with the variables in `environment`."""
 
     def __init__(self, config: Config, run: RunFolder):
         self._config, self._run, self._hang = config, run, run.path / "hang"
@@ -107,7 +107,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
             self._thread.join(seconds)
 
     def poll(self, is_stopping: bool = False) -> bool:
-        """Checks at most once a second; starts a thread to answer a request for stacks or to handle a hang.
+        """Checks the ranks at most once a second; a thread answers a request for stacks, or handles a hang.
         Returns True after the ranks were killed, until they restart. `is_stopping`: a stop was requested.
         """
         now = time.monotonic()
@@ -211,7 +211,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes this node's stacks; for a hang, applies and returns the verdict (None: not received)."""
+        """Writes this node's stacks; for a hang, returns the verdict (None: none came), and obeys it."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         # the requesting launcher decides for all nodes, since it reads the answers of all
@@ -254,7 +254,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
             self._end_ranks()
 
     def _investigate(self, reason: str, before: dict[int, float]) -> bool:
-        """Requests the stacks of all nodes and reports the summary; returns whether the run hangs."""
+        """Requests the stacks of all nodes and reports a summary of them; returns whether the run hangs."""
         request = files.ask(self._hang, "hang", reason)
         self._answered, folder = request, self._hang / request.folder
         self._dump(folder, is_hang=True)

@@ -6,10 +6,10 @@ suspect a rank, from strong to weak evidence:
 1. The rank's process is stopped, gone or under a debugger, or its launcher has not answered.
 2. The rank is not waiting, while other ranks are.
 3. The rank is in an earlier iteration than other ranks.
-4. The rank has started fewer collectives of a process group than another rank (torch's flight recorder).
+4. Torch's flight recorder shows that the rank has started fewer collectives of a group than another rank.
 5. The rank's stack differs from the stack that the majority of ranks share.
 
-Rules 1 and 2 apply together. Each of the rules 3 to 5 applies only if no earlier rule suspects a rank.
+Rules 1 and 2 are always applied. Rules 3 to 5 are each applied only if no earlier rule suspects a rank.
 """
 
 import shutil
@@ -148,7 +148,7 @@ def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
 
 
 class Summary(NamedTuple):
-    """Summary of the launchers' answers to a request."""
+    """Summary of the launchers' answers to a request for stacks."""
 
     named: Mapping[int, str]  # suspected ranks with the finding
     line: str  # the suspected ranks in a few words
@@ -202,7 +202,7 @@ def summarize(folder: Path) -> Summary:
 
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
-    """Yields all stacks, latest calls of suspected (or else all) ranks, and why preferred tools failed."""
+    """Yields all stacks, latest calls of suspected ranks (if none, of all), and why stack tools failed."""
     # one stack per group: thousands of ranks may be in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])
@@ -239,8 +239,9 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Summary, Path]:
-    """Requests new stacks if `place` is a run folder, else reads the stacks in RUN/hang/TIME. Returns summary
-    and folder. Raises ValueError if no launcher answers in `first_seconds` or the folder has no stacks.
+    """Requests new stacks if `place` is a run folder; else `place` is a folder RUN/hang/TIME with stacks.
+    Returns the summary and the folder of the stacks. Raises ValueError if no launcher answers within
+    `first_seconds` or the folder has no stacks.
     """
     run = RunFolder(place)
     if not run.config.exists():

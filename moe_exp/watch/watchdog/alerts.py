@@ -129,7 +129,7 @@ Channel = Mail | Webhook | AlertFile
 
 
 def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[str, str]:
-    """Sends a message to all channels; returns the failures by channel name, with *** for secrets."""
+    """Sends a message to all channels; returns errors by channel name, with secrets replaced by ***."""
     failed = {}
     for channel in channels:
         try:
@@ -147,7 +147,7 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
 
 
 def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[Channel]:
-    """Channels set by the options, $SMTP_PASSWORD and $WATCH_WEBHOOK; ConfigError lists all problems."""
+    """Returns the channels configured by options and environment; raises ConfigError with all problems."""
     flags = _Flags(options, environ)
     channels = [flags.mail(), flags.webhook(), flags.alert_file()]
     raise_for(flags.problems)
@@ -156,7 +156,7 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
 
 @dataclass
 class _Flags:
-    """Reads the channels and collects problems; `options`: values by name, empty or None if not given."""
+    """Reads the channels and collects problems; in `options`, a value that is not given is empty or None."""
 
     options: Mapping[str, Any]
     environ: Mapping[str, str]
@@ -215,7 +215,7 @@ class _Flags:
         return AlertFile(path)
 
     def _secret(self, name: str, variable: str) -> str:
-        """First line of the file given by the option `name`, or else the environment variable `variable`."""
+        """Line 1 of the file in option `name`; without the option, the environment variable `variable`."""
         if not (file := self.options.get(name)):
             return self.environ.get(variable, "")
         flag, secret = f"--{name.replace('_', '-')}", ""

@@ -54,7 +54,7 @@ class Sight:
 
 
 def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -> dict[str, str]:
-    """Returns all current problems (key to text); records the run's progress in `memory`."""
+    """Returns a dict from key to text of all current problems; records the run's progress in `memory`."""
     view = sight.view
     if view.iteration != memory.iteration:
         memory.iteration, memory.moved = view.iteration, view.moved or view.now
@@ -106,7 +106,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
 def _scheduling(
     queue: Queue, memory: Memory, limits: Limits, now: float, jobs: str, at: str
 ) -> dict[str, str]:
-    """Problems of a run's jobs: missing, unable to start or waiting too long; `at`: text on its progress."""
+    """Reports jobs that are missing, cannot start or wait too long; `at`: text on the run's progress."""
     found = {}
     if queue.stuck:
         found["never_starts"] = "will not start on its own: " + ", ".join(job.text for job in queue.stuck)
@@ -121,7 +121,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (key to text) of a run without a folder; `jobs`, `missing`: texts on its jobs and folder."""
+    """Problems (key to text) of a run without a folder; `jobs` names its jobs; `missing`: error text."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -143,7 +143,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """Reports the latest start if it failed and no job began later; `since`: text on whether jobs follow."""
+    """Reports the latest start if it failed and no job began later; `since`: text on the jobs since then."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure
@@ -193,7 +193,7 @@ def wall_seconds_left(sight: Sight) -> float | None:
 
 
 def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dict[str, str]:
-    """Events not yet reported (key to text), except events of the problem `failed`; updates `memory`."""
+    """Unreported events (key to text), except events that explain the problem `failed`; updates `memory`."""
     seen = memory.num_events
     # fewer than before: another run uses the folder now, so all are new
     new = view.events if seen is None or seen > len(view.events) else view.events[seen:]
@@ -299,7 +299,7 @@ class Reported:
 
 @dataclass
 class Memory:
-    """What the checks of one run store in a file between calls."""
+    """State of one run, kept in a file from one check to the next."""
 
     problems: dict[str, Reported] = field(default_factory=dict)  # by key
     num_events: int | None = None  # of metrics.jsonl that were checked

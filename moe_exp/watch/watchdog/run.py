@@ -1,4 +1,4 @@
-"""State of a run from its files: progress, speed, last activity, events and disk space. No torch."""
+"""Reads a run's state from its files, without torch: progress, speed, last activity, events, disk space."""
 
 import math
 import statistics
@@ -68,7 +68,7 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """Status of the latest start: new, running (or died silently), finished, stopped or failed."""
+        """Latest start's status: new, running (also if it died silently), finished, stopped or failed."""
         status = "new"
         for event in self.events:
             if event["event"] in (*_STARTS, "restart"):
@@ -110,7 +110,7 @@ class RunView:
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """`seconds_per_iteration` plus saves and evaluations (an evaluated batch: 1/3 of an iteration)."""
+        """`seconds_per_iteration` plus saves and evaluations; an evaluated batch counts as 1/3 iteration."""
         if (pace := self.seconds_per_iteration) is None:
             return None
         evaluate, save = int(self.settings["eval_interval"]), int(self.settings["save_interval"])
@@ -146,7 +146,7 @@ class RunView:
 
     @property
     def patience_seconds(self) -> float:
-        """Allowed silence: 3 log intervals + one evaluation + twice the longest save + ten minutes."""
+        """Allowed inactivity: 3 log intervals + one evaluation + twice the longest save + ten minutes."""
         pace = self.seconds_per_iteration or 0.0
         evaluated = int(self.settings["eval_iters"]) if self.settings["eval_interval"] else 0
         iterations = 3 * int(self.settings["log_interval"]) + evaluated
@@ -154,7 +154,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """Number of latest starts that were all at the same iteration, without a save between them."""
+        """Number of latest starts in a row at the same iteration, without a save between them."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
@@ -195,7 +195,7 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
 
 
 def within(seconds: float, action: Callable[[], _Result]) -> _Result:
-    """Runs `action` in a thread and returns the result; TimeoutError after `seconds`, if the disk hangs."""
+    """Runs `action` in a thread and returns the result; raises TimeoutError if it takes over `seconds`."""
     result: Future[_Result] = Future()
 
     def work() -> None:
@@ -258,7 +258,7 @@ class Disk:
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """Last day's samples and a new one; drops the newest old sample if it is close to the one before it."""
+    """Last day's samples and a new one; if the two newest old samples are close, drops the later one."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:

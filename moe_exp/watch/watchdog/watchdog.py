@@ -166,7 +166,7 @@ class Watchdog:
 
 @dataclass
 class RunCheck:
-    """Result for one run: all problems, problems to report now, and problems that are over (text by key)."""
+    """Result for one run: problems (`found`), those to report now (`news`), and ended problems (`over`)."""
 
     path: Path
     slurm_name: str
@@ -206,7 +206,7 @@ def _warn(text: str) -> None:
 
 
 def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> None:
-    """Checks every `every_seconds`, starting after one interval, until a signal ends this process."""
+    """Runs a check every `every_seconds`, the first after one interval, until a signal ends this process."""
     start = time.monotonic()
     while True:
         time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))
