@@ -119,19 +119,19 @@ def shuffle_documents(
     settings |= {"valid_fraction": valid_fraction, "text_field": text_field, "skip_bad": skip_bad}
     settings |= rule.facts()
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
-        if stage.manifest is not None:
-            _clean(stage.output)
-            return stage.manifest
-        job = _begin(stage, settings, rule, inputs, tasks, memory, is_alone=is_local and tasks == 1)
-        needed_bytes = int(_DISK_RATIO * estimate_line_bytes(inputs))
-        needed_bytes -= sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())
-        check_free_disk(stage.folder, needed_bytes, "the shuffle")
-        num_writing = min(tasks, num_shards + 1)
-        if not _run(job, execution, stage, num_writing):
-            return None
-        manifest = _publish(job, stage, num_writing)
-        _clean(stage.output)
-        return manifest
+        if stage.manifest is None:
+            job = _begin(stage, settings, rule, inputs, tasks, memory, is_alone=is_local and tasks == 1)
+            needed_bytes = int(_DISK_RATIO * estimate_line_bytes(inputs))
+            needed_bytes -= sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())
+            check_free_disk(stage.folder, needed_bytes, "the shuffle")
+            num_writing = min(tasks, num_shards + 1)
+            if not _run(job, execution, stage, num_writing):
+                return None
+            _publish(job, stage, num_writing)
+        # Only after publishing, so that a crash loses nothing.
+        rmtree(stage.output / scatter.TEMPORARY, ignore_errors=True)
+        (stage.output / TASKS).unlink(missing_ok=True)
+        return stage.manifest
 
 
 def _default_memory(execution: Execution, tasks: int) -> int:
@@ -156,8 +156,8 @@ def _begin(
     begun |= read_json(path, fix=MAKE_AGAIN) if path.exists() else {"tasks": tasks}
     if begun["tasks"] != tasks:
         fix = f"set --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or add --start-over"
-        rule = f"must be {begun['tasks']}, because {stage.output} was started with {begun['tasks']} tasks"
-        raise input_error(f"tasks={tasks}", rule, fix)
+        must = f"must be {begun['tasks']}, because {stage.output} was started with {begun['tasks']} tasks"
+        raise input_error(f"tasks={tasks}", must, fix)
     # Not from this call's budget: the scattered files of the first call were sorted by these buckets.
     begun.setdefault("bucket_bytes", memory.piece_bytes)
     cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])
@@ -197,8 +197,8 @@ def _run(job: scatter.TaskShuffle, execution: Execution, stage: CorpusStage, num
     return run_stage_passes(passes, execution, stage, "shuffle", job.temporary)
 
 
-def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str, Any]:
-    """Publishes the validation file and the shards, and returns the manifest."""
+def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> None:
+    """Publishes the validation file and the shards."""
     indexed, made = scatter.Indexed(job), dict[str, dict[str, Any]]()  # made: by file name, validation first
     for task in range(num_writing):
         made |= read_json(job.place("written", task), fix=MAKE_AGAIN)
@@ -210,19 +210,13 @@ def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> 
     read, valid = indexed.read, indexed.valid.total()
     num_train, num_text_bytes, text_hash = (getattr(read, name) - getattr(valid, name) for name in TALLIED)
     train = Tally(num_train, num_text_bytes, text_hash % 2**128)
-    return stage.finish(
+    stage.finish(
         [stage.folder / name for name in made],
         hashes={stage.folder / name: facts["hash"] for name, facts in made.items()}, read=read.to_json(),
         train=train.to_json(), valid=valid.to_json(), line_hash=f"{indexed.line_hash:032x}",
         valid_file=next(iter(made)),
         num_documents={name: facts["num_documents"] for name, facts in made.items()},
     )  # fmt: skip
-
-
-def _clean(output: Path) -> None:
-    # Only after publishing, so that a crash loses nothing.
-    rmtree(output / scatter.TEMPORARY, ignore_errors=True)
-    (output / TASKS).unlink(missing_ok=True)
 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
