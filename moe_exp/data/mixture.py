@@ -176,7 +176,7 @@ class Mixing:
         found: dict[str, Preparation] = {}
         for number, one in enumerate(self.mixture.sources):
             try:
-                settings = ConvertSettings.of(one, one.languages, one.filters, self.tasks)
+                settings = ConvertSettings.of(one, self.tasks)
                 own: dict[str, Any] = {"revision": one.revision, "text_field": one.text_field}
                 own |= {"patterns": tuple(one.patterns), "settings": settings}
                 wanted = replace(self.every, name=one.source, **own, **same)
@@ -310,8 +310,8 @@ def _parts(
         if source.repository is not None:
             commit = read_json(raw_folder(source, wanted) / "manifest.json", fix=MAKE_AGAIN)["commit"]
             origin = f"{source.repository} at {commit}"
-        manifests = converted, shuffled, tokenized
-        parts.append(MixturePart(name, origin, source.licence, *manifests, train, prefix, valid_prefix))
+        facts = name, origin, source.licence, converted, shuffled, tokenized["num_tokens"]
+        parts.append(MixturePart(*facts, train, prefix, valid_prefix))
     sources, total_weight = mixing.mixture.sources, sum(one.weight for one in mixing.mixture.sources)
     asked = [one.weight / total_weight for one in sources]
     tokens, limits = [part.num_tokens for part in parts], [one.max_epochs for one in sources]
