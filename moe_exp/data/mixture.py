@@ -69,9 +69,8 @@ class MixedSource(BaseModel):
     @classmethod
     def _is_file_name(cls, name: str) -> str:
         if name and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise ValueError(
-                "must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit"
-            )
+            rule = "must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit"
+            raise ValueError(rule)
         return name
 
 
@@ -95,9 +94,8 @@ class Mixture(BaseModel):
         if (self.tokenizer is None) == (self.vocab_size is None):
             raise ValueError("requires either tokenizer or vocab_size, not both")
         if self.prepend_bos and self.tokenizer is None:
-            raise ValueError(
-                "prepend_bos requires tokenizer, because a tokenizer trained here has no BOS token"
-            )
+            rule = "prepend_bos requires tokenizer, because a tokenizer trained here has no BOS token"
+            raise ValueError(rule)
         if self.total_tokens is None and any(one.max_epochs for one in self.sources):
             raise ValueError("max_epochs requires total_tokens")
         return self
@@ -287,10 +285,7 @@ def _prepared(name: str, wanted: Preparation) -> _Shards | None:
 
 
 def _parts(
-    mixing: Mixing,
-    preparations: Mapping[str, Preparation],
-    shards: Mapping[str, _Shards],
-    tokenizer: TextTokenizer,
+    mixing: Mixing, preparations: dict[str, Preparation], shards: dict[str, _Shards], tokenizer: TextTokenizer
 ) -> list[MixturePart]:
     settings, parts = PartSettings(tokenizer, append_eod=True), []
 
