@@ -11,7 +11,7 @@ import datetime
 import decimal
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,8 @@ class ReadFiles:
     skip_bad: bool = False
     limit: int | None = None
     rule: TextRule = FILES
-
-    def __post_init__(self) -> None:
-        self.stats: Any = None
-        self.tally = Tally()
+    stats: Any = field(default=None, init=False, repr=False)
+    tally: Tally = field(default_factory=Tally, init=False, repr=False)
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         from datatrove.data import Document
