@@ -50,7 +50,6 @@ class Memory(NamedTuple):
     budget does not include the interpreter (about 45 MB).
     """
 
-    budget_bytes: int
     longest_bytes: int
     piece_bytes: int
 
@@ -60,7 +59,7 @@ class Memory(NamedTuple):
         if budget_bytes < SMALLEST_MEMORY_BYTES:
             given = f"memory={budget_bytes / 2**20:g}MB"
             raise input_error(given, "must be at least 16 MB", "set 256MB or more")
-        return cls(budget_bytes, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
+        return cls(budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
 
 
 def shuffle_documents(
@@ -160,11 +159,8 @@ def _begin(
         raise input_error(f"tasks={tasks}", must, fix)
     # Not from this call's budget: the scattered files of the first call were sorted by these buckets.
     begun.setdefault("bucket_bytes", memory.piece_bytes)
-    cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])
-    buffers = memory.longest_bytes, memory.piece_bytes
-    job = scatter.TaskShuffle(
-        stage.folder, settings, rule, inputs[0], cut, *buffers, *limits, begun.get("num_buckets")
-    )
+    limits = *memory, begun["bucket_bytes"], begun["most_buckets"], begun.get("num_buckets")
+    job = scatter.TaskShuffle(stage.folder, settings, rule, inputs[0], cut_inputs(inputs, tasks), *limits)
     if not path.exists():
         if is_alone:
             # An estimate: a single task does not count the documents before it scatters them.
@@ -221,21 +217,20 @@ def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
     """Estimates sizes (`line_bytes`: of decompressed inputs), number of buckets and seconds of a shuffle."""
-    memory = Memory.of(memory_bytes or _default_memory(Execution(), 1))
+    memory_bytes = memory_bytes or _default_memory(Execution(), 1)
+    piece_bytes = Memory.of(memory_bytes).piece_bytes
     line_bytes = estimate_line_bytes(inputs)
     return {
         "input_bytes": total_bytes(inputs),
         "line_bytes": line_bytes,
-        "memory_bytes": memory.budget_bytes,
-        "num_buckets": max(1, math.ceil(line_bytes / (scatter.BUCKET_FILL * memory.piece_bytes))),
+        "memory_bytes": memory_bytes,
+        "num_buckets": max(1, math.ceil(line_bytes / (scatter.BUCKET_FILL * piece_bytes))),
         "disk_bytes": int(_DISK_RATIO * line_bytes),
         "seconds": math.ceil(line_bytes / _BYTES_PER_SECOND),
     }
 
 
-def check_shuffle(
-    inputs: Iterable[Path], output: Path, *, text_field: str = "text", **settings: Any
-) -> list[Path]:
+def check_shuffle(inputs: Iterable[Path], output: Path, *, text_field: str, **settings: Any) -> list[Path]:
     """Checks the arguments of a shuffle (`settings`: see `check_settings`) and returns its input files."""
     files = find_inputs(inputs, text_field=text_field)
     check_settings(**settings)
