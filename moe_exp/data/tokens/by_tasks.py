@@ -40,7 +40,6 @@ class TaskTokens:
     backend: str
     num_tasks: int
     block_bytes: int
-    num_input_bytes: int
 
     def begin(self, jobs_folder: Path) -> None:
         """Records the number of tasks and the block size. If one of them has changed, all tasks run again."""
@@ -104,7 +103,7 @@ def join_parts(job: TaskTokens, rank: int) -> int:
     # Tasks write whole blocks of the .bin, so that each can hash its own.
     blocks = job.range_of(rank, -(-num_bytes // job.block_bytes))
     low, end = (min(num_bytes, block * job.block_bytes) for block in blocks)
-    share = job.num_input_bytes / max(1, num_bytes)
+    share = sum(part.num_bytes for part in job.parts) / max(1, num_bytes)
     through = Through(job.folder / "joined" / "through", rank)
     blocks_hash = BlockHash(job.block_bytes)
     job.bin_path.touch()
