@@ -69,7 +69,7 @@ def download(
         return local_files(source)
     if source.is_embedded:
         return []
-    folder, server = Path(folder), source.url or endpoint()
+    server = source.url or endpoint()
     list_now = partial(_list_files, source, max_failures)
     settings: dict[str, Any] = {"repository": source.repository, "revision": source.revision}
     if source.url:
@@ -171,7 +171,7 @@ def _plan(
             and begun["settings"] == settings
             and (listed := read_json(begun_folder / LISTING))
         ):
-            listing, place = Listing.from_json(listed, server), begun_folder
+            listing, place = Listing.from_json(listed), begun_folder
     listing = listing or list_now()
     left, num_files = listing.missing(place), len(listing.files)
     left_bytes, free_bytes = left.num_bytes, free_disk(folder)
