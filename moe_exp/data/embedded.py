@@ -9,7 +9,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,10 +46,9 @@ def embedded_folder(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> Pa
 
 
 def _torch_version() -> str:
-    try:
+    with suppress(PackageNotFoundError):
         return version("torch").partition("+")[0]  # without the build tag
-    except PackageNotFoundError:
-        return "none"
+    return "none"
 
 
 def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> EmbeddedCorpus:
