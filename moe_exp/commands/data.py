@@ -116,9 +116,8 @@ def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = 
 
     def work() -> int | None:
         declare_steps()
-        chosen = add_parser(
-            argparse.ArgumentParser().add_subparsers(parser_class=ExactParser), f"data {command}"
-        )
+        commands = argparse.ArgumentParser().add_subparsers(parser_class=ExactParser)
+        chosen = add_parser(commands, f"data {command}")
         chosen.prog = prog or chosen.prog
         arguments = chosen.parse_args(argv)
         return arguments.run(arguments)

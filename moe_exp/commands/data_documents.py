@@ -79,7 +79,8 @@ def run_download(arguments: argparse.Namespace) -> None:
     data.DOWNLOAD_AGAIN,
     group(
         "filters",
-        either("--language CODES", "languages to keep (field 'language'), such as en or en,de"),
+        either("--language CODES", "languages to keep (field 'language'), such as en or en,de",
+               lambda text: text.split(",") if text else [], default=[], dest="languages"),
         either("--min-language-score X", "minimum value of the field 'language_score' (0 to 1)", float),
         either("--min-score X", "minimum value of the field 'score'", float),
         either("--min-chars N", "minimum length of a text (characters)", int),
@@ -90,7 +91,7 @@ def run_download(arguments: argparse.Namespace) -> None:
                "options, such as '{hashes_per_bucket: 8}'", nargs="?", const="{}"),
         either("--filter FILTER", "filter to apply: NAME or 'NAME: {option: value}' (repeatable; see "
                "docs/corpus.md)",
-               action="append", default=[]),
+               action="append", default=[], dest="filters"),
         either("--decontaminate FILE", "remove documents that share 12 consecutive words with a benchmark, "
                "given as a JSONL file of its texts or as lm-eval:TASK (repeatable)", action="append",
                default=[]),
@@ -122,11 +123,10 @@ def run_prepare(arguments: argparse.Namespace) -> int:
     def given(*names: str) -> dict[str, Any]:
         return {name: getattr(arguments, name) for name in names}
 
-    languages = arguments.language.split(",") if arguments.language else ()
     wanted = Preparation(
         arguments.source,
         patterns=tuple(arguments.pattern),
-        settings=ConvertSettings.of(arguments, languages, arguments.filter, arguments.tasks),
+        settings=ConvertSettings.of(arguments, arguments.tasks),
         execution=execution_of(arguments),
         shuffle={"num_shards": arguments.nchunks, "memory_bytes": arguments.memory}
         | given("seed", "valid_fraction"),

@@ -15,11 +15,9 @@ import xxhash
 
 from moe_exp.data.convert.filters import language_identifier
 from moe_exp.data.documents import Tally, read_objects
-from moe_exp.data.inspection import documents_with_progress, length_summary
-from moe_exp.data.kinds import total_bytes
+from moe_exp.data.inspection import length_summary, read_with_progress
 from moe_exp.data.tokens.tokens import TokenFiles
 from moe_exp.host.files import bytes_text, replacing
-from moe_exp.host.progress import progress
 
 _MOST_HASHES = 20_000_000  # over all sources; of more documents, only a sample is compared
 _LANGUAGES_OF = 1000
@@ -32,18 +30,14 @@ class MixturePart:
     name: str  # base name of its files
     source: str  # the dataset or path, with its commit
     licence: str
-    converted: Mapping[str, Any]  # manifests of the three steps
+    converted: Mapping[str, Any]  # manifests of these two steps
     shuffled: Mapping[str, Any]
-    tokenized: Mapping[str, Any]
+    num_tokens: int
     shards: Sequence[Path]  # files with the training documents
     prefix: Path  # of the training token files
     valid_prefix: Path
     asked: float = 0.0  # requested share of the tokens
     weight: float = 0.0  # effective share
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.tokenized["num_tokens"])
 
 
 def datasheet(name: str, parts: Sequence[MixturePart], *, total_tokens: float | None, tokenizer: str) -> str:
@@ -148,13 +142,11 @@ def _distinct(part: MixturePart, every: int) -> Any:
     for old in path.parent.glob(f"{glob.escape(part.name)}.{'?' * 16}.*.npy"):
         old.unlink()
     found = array("Q")
-    with progress(f"hashing {part.name}", total_bytes(part.shards)) as advance:
-        for shard in part.shards:
-            for _, text in documents_with_progress(shard, Tally(), advance, text_field="text"):
-                digest = xxhash.xxh3_64_intdigest(text.encode())
-                # by hash and not by position: a text is sampled in all sources or in none
-                if digest % every == 0:
-                    found.append(digest)
+    for _, _, text in read_with_progress(f"hashing {part.name}", part.shards, Tally()):
+        digest = xxhash.xxh3_64_intdigest(text.encode())
+        # by hash and not by position: a text is sampled in all sources or in none
+        if digest % every == 0:
+            found.append(digest)
     distinct = np.unique(np.frombuffer(found, dtype=np.uint64))
     with replacing(path) as file:
         np.save(file, distinct)

@@ -52,7 +52,7 @@ C = TypeVar("C", bound="Counted")
 
 
 class Counted:
-    """Base class of dataclasses whose counts are stored as JSON. Reading ignores unknown entries."""
+    """Base class of dataclasses that are stored as JSON. Reading ignores unknown entries."""
 
     def to_json(self) -> dict[str, Any]:
         return TypeAdapter(type(self)).dump_python(self, mode="json")
@@ -243,17 +243,17 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
             found += files
             if files:
                 continue
+            below = list(files_below(one))
             if prefixes := sorted(path.with_suffix("") for path in one.glob("*.idx")):
                 rule, fix = "the folder contains token files", f"give their prefix, {prefixes[0]}"
-                raise input_error(f"{what}={one}", rule, fix)
-            below = list(files_below(one))
-            if any(ending(path) in kinds.JSON_FILES for path in below):
-                rule = f"its .json files have no field {text_field!r}"
-                raise input_error(f"{what}={one}", rule, _OTHER_FIELD)
-            others = sorted({path.suffix for path in below if path.suffix})[:_MOST_NAMED]
-            rule = f"the folder contains no file ending with {KINDS}{', only ' if others else ''}"
-            fix = "give a folder with files of these types, or convert its files to .txt"
-            raise input_error(f"{what}={one}", rule + ", ".join(others), fix)
+            elif any(ending(path) in kinds.JSON_FILES for path in below):
+                rule, fix = f"its .json files have no field {text_field!r}", _OTHER_FIELD
+            else:
+                others = sorted({path.suffix for path in below if path.suffix})[:_MOST_NAMED]
+                rule = f"the folder contains no file ending with {KINDS}{', only ' if others else ''}"
+                rule += ", ".join(others)
+                fix = "give a folder with files of these types, or convert its files to .txt"
+            raise input_error(f"{what}={one}", rule, fix)
     if not found:
         raise input_error(f"{what}=", "no files given", f"give files ({KINDS}) or folders with such files")
     kinds.check_regular(found)
@@ -278,11 +278,9 @@ def check_apart(inputs: Iterable[Path], output: Path) -> None:
         places = {Path(os.path.abspath(path)), path.resolve()}  # noqa: PTH100  # removing a folder removes its links
         for suffix in ("", ".partial", ".old"):
             folder = output.resolve().with_name(output.resolve().name + suffix)
-            if any(folder in (place, *place.parents) for place in places):
-                rule = f"contains the input {path}"
-                raise input_error(f"output={output}", rule, "choose another output folder")
-            if path.resolve() in folder.parents:
-                rule = f"must not be inside the input {path}"
+            contains = any(folder in (place, *place.parents) for place in places)
+            if contains or path.resolve() in folder.parents:
+                rule = f"{'contains' if contains else 'must not be inside'} the input {path}"
                 raise input_error(f"output={output}", rule, "choose another output folder")
 
 
@@ -384,19 +382,6 @@ def lines_in(path: Path, start: int, end: int) -> Iterator[bytes]:
         while start < end and (line := file.readline()):
             start += len(line)
             yield line
-
-
-def lines_before(path: Path, start: int) -> int:
-    """Number of lines that start before byte `start` of a file."""
-    if not start:
-        return 0
-    with path.open("rb") as file:
-        # an LF at start - 1 begins the line at `start`, which is not counted
-        num_lines, left = 1, start - 1
-        while left and (chunk := file.read(min(2**22, left))):
-            num_lines += chunk.count(b"\n")
-            left -= len(chunk)
-    return num_lines
 
 
 def estimate_line_bytes(paths: Iterable[Path]) -> int:

@@ -4,13 +4,12 @@ The corpus is built once for each combination of data folder, vocabulary size, P
 version. The folder gets its final name when the corpus is complete.
 """
 
-import json
 import logging
 import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +23,7 @@ from moe_exp.data.download import sources
 from moe_exp.data.stage import free_disk, locked
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import bin_idx_problem, write_token_files
-from moe_exp.host.files import bytes_text
+from moe_exp.host.files import bytes_text, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +46,9 @@ def embedded_folder(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> Pa
 
 
 def _torch_version() -> str:
-    try:
+    with suppress(PackageNotFoundError):
         return version("torch").partition("+")[0]  # without the build tag
-    except PackageNotFoundError:
-        return "none"
+    return "none"
 
 
 def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> EmbeddedCorpus:
@@ -64,7 +62,6 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE
     Raises:
         ValueError: if `data_dir` cannot be written, less than 200 MB are free, or `vocab_size` is too small.
     """
-    data_dir = Path(data_dir)
     folder = embedded_folder(data_dir, vocab_size)
     if _problems(folder):
         _check_writable(data_dir)
@@ -154,7 +151,7 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
         with _step(f"tokenizing {len(texts)} files ({bytes_text(sizes[name])}) into {name}.bin"):
             num_tokens = write_token_files(folder / name, encoded(texts), vocab_size=num_ids)
         counts[name]["num_tokens"] = num_tokens
-    (folder / "manifest.json").write_text(json.dumps(manifest | counts, indent=2) + "\n")
+    write_json(folder / "manifest.json", manifest | counts)
     return sum(one["num_tokens"] for one in counts.values())
 
 

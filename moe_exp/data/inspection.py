@@ -7,7 +7,7 @@ hashes.
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -167,29 +167,24 @@ def _token_samples(files: TokenFiles, path: Path | None, count: int) -> list[dic
 # JSONL files
 
 
-def inspect_documents(
-    paths: Sequence[Path], *, num_samples: int = 3, text_field: str = "text"
-) -> dict[str, Any]:
+def inspect_documents(paths: Sequence[Path], *, num_samples: int, text_field: str) -> dict[str, Any]:
     """See `inspect_path`. Invalid lines are counted by reason."""
     tally, hashes, lengths = Tally(), bytearray(), array("q")
     fields: Counter[str] = Counter()
-    per_file: dict[str, int] = {}
     samples: list[dict[str, Any]] = []
     folder = os.path.commonpath([path.parent for path in paths])  # subfolders may repeat the names of files
-    with progress("reading", total_bytes(paths)) as advance:
-        for path in paths:
-            before, name = tally.num_documents, str(path.relative_to(folder))
-            documents = documents_with_progress(path, tally, advance, text_field=text_field, skip_bad=True)
-            for line, text in documents:
-                data = text.encode()
-                hashes += xxhash.xxh3_128_digest(data)
-                lengths.append(len(data))
-                if tally.num_documents <= _FIELDS_OF:
-                    # a list of names: from a dict, Counter would add the values
-                    fields.update(list(orjson.loads(line)))
-                if len(samples) < num_samples:
-                    samples.append({"file": name, "bytes": len(data), "text": text[:_SHOWN_CHARACTERS]})
-            per_file[name] = tally.num_documents - before
+    names = {path: str(path.relative_to(folder)) for path in paths}
+    per_file = dict.fromkeys(names.values(), 0)
+    for path, line, text in read_with_progress("reading", paths, tally, text_field=text_field, skip_bad=True):
+        data = text.encode()
+        hashes += xxhash.xxh3_128_digest(data)
+        lengths.append(len(data))
+        per_file[names[path]] += 1
+        if tally.num_documents <= _FIELDS_OF:
+            # a list of names: from a dict, Counter would add the values
+            fields.update(list(orjson.loads(line)))
+        if len(samples) < num_samples:
+            samples.append({"file": names[path], "bytes": len(data), "text": text[:_SHOWN_CHARACTERS]})
     return {
         "kind": "documents",
         "files": per_file,
@@ -206,19 +201,21 @@ def inspect_documents(
     }
 
 
-def documents_with_progress(
-    path: Path, tally: Tally, advance: Callable[[int], None], *, text_field: str, skip_bad: bool = False
-) -> Iterator[tuple[bytes, str]]:
-    """Like `read_documents`, but also calls `advance` with the bytes read (for streams, only at the end)."""
-    reported = pending = 0
-    for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
-        yield line, text
-        # the lines of a compressed file do not tell how much of the file was read
-        pending += len(line) + 1
-        if pending >= _ADVANCE_BYTES and not is_stream(path):
-            advance(pending)
-            reported, pending = reported + pending, 0
-    advance(path.stat().st_size - reported)
+def read_with_progress(
+    what: str, paths: Sequence[Path], tally: Tally, *, text_field: str = "text", skip_bad: bool = False
+) -> Iterator[tuple[Path, bytes, str]]:
+    """Yields (file, line, text) like `read_documents`, and shows the progress as `what`."""
+    with progress(what, total_bytes(paths)) as advance:
+        for path in paths:
+            reported = pending = 0
+            for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
+                yield path, line, text
+                # the lines of a compressed file do not tell how much of the file was read
+                pending += len(line) + 1
+                if pending >= _ADVANCE_BYTES and not is_stream(path):
+                    advance(pending)
+                    reported, pending = reported + pending, 0
+            advance(path.stat().st_size - reported)
 
 
 def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:

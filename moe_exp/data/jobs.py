@@ -238,9 +238,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
     logger.info("%s: submitted SLURM jobs %s; `squeue --me` shows them", name, ", ".join(ids))
 
 
-def slurm_executor(
-    one: Pass, execution: Execution, name: str, job_ids: Any = None, depends: Any = None
-) -> Any:
+def slurm_executor(one: Pass, execution: Execution, name: str, job_ids: Any, depends: Any) -> Any:
     """SlurmPipelineExecutor for a pass. Its jobs use the Python and packages of this process."""
     from datatrove.executor import SlurmPipelineExecutor
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -293,15 +293,10 @@ def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
 
 def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
     """Splits `buffer` into complete documents and the remaining bytes."""
-    cut: list[bytes] = []
-    if rule.documents == "block":
-        begin = 0
-        for match in _BLANK_LINES.finditer(buffer):
-            cut.append(buffer[begin : match.end()])
-            begin = match.end()
-        buffer = buffer[begin:]
+    blanks = _BLANK_LINES.finditer(buffer) if rule.documents == "block" else ()
+    bounds = [0, *(match.end() for match in blanks), len(buffer)]
     pieces, longest_bytes = [], rule.longest_bytes
-    for document in [*cut, buffer]:
+    for document in (buffer[first:last] for first, last in pairwise(bounds)):
         while len(document) > longest_bytes:
             # after a blank line, or else a line or a word, in the second half of the allowed length
             half, separators = longest_bytes // 2, (b"\n\n", b"\r\n\r\n", b"\n", b" ")

@@ -69,9 +69,8 @@ class MixedSource(BaseModel):
     @classmethod
     def _is_file_name(cls, name: str) -> str:
         if name and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise ValueError(
-                "must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit"
-            )
+            rule = "must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit"
+            raise ValueError(rule)
         return name
 
 
@@ -95,9 +94,8 @@ class Mixture(BaseModel):
         if (self.tokenizer is None) == (self.vocab_size is None):
             raise ValueError("requires either tokenizer or vocab_size, not both")
         if self.prepend_bos and self.tokenizer is None:
-            raise ValueError(
-                "prepend_bos requires tokenizer, because a tokenizer trained here has no BOS token"
-            )
+            rule = "prepend_bos requires tokenizer, because a tokenizer trained here has no BOS token"
+            raise ValueError(rule)
         if self.total_tokens is None and any(one.max_epochs for one in self.sources):
             raise ValueError("max_epochs requires total_tokens")
         return self
@@ -176,7 +174,7 @@ class Mixing:
         found: dict[str, Preparation] = {}
         for number, one in enumerate(self.mixture.sources):
             try:
-                settings = ConvertSettings.of(one, one.languages, one.filters, self.tasks)
+                settings = ConvertSettings.of(one, self.tasks)
                 own: dict[str, Any] = {"revision": one.revision, "text_field": one.text_field}
                 own |= {"patterns": tuple(one.patterns), "settings": settings}
                 wanted = replace(self.every, name=one.source, **own, **same)
@@ -287,10 +285,7 @@ def _prepared(name: str, wanted: Preparation) -> _Shards | None:
 
 
 def _parts(
-    mixing: Mixing,
-    preparations: Mapping[str, Preparation],
-    shards: Mapping[str, _Shards],
-    tokenizer: TextTokenizer,
+    mixing: Mixing, preparations: dict[str, Preparation], shards: dict[str, _Shards], tokenizer: TextTokenizer
 ) -> list[MixturePart]:
     settings, parts = PartSettings(tokenizer, append_eod=True), []
 
@@ -310,8 +305,8 @@ def _parts(
         if source.repository is not None:
             commit = read_json(raw_folder(source, wanted) / "manifest.json", fix=MAKE_AGAIN)["commit"]
             origin = f"{source.repository} at {commit}"
-        manifests = converted, shuffled, tokenized
-        parts.append(MixturePart(name, origin, source.licence, *manifests, train, prefix, valid_prefix))
+        facts = name, origin, source.licence, converted, shuffled, tokenized["num_tokens"]
+        parts.append(MixturePart(*facts, train, prefix, valid_prefix))
     sources, total_weight = mixing.mixture.sources, sum(one.weight for one in mixing.mixture.sources)
     asked = [one.weight / total_weight for one in sources]
     tokens, limits = [part.num_tokens for part in parts], [one.max_epochs for one in sources]

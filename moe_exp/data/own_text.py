@@ -305,13 +305,10 @@ def _named_errors(source: TextSource) -> Iterator[None]:
 
 def _check_first_documents(source: TextSource) -> None:
     """Raises ValueError unless the first file per format starts with a document that has the text field."""
-    if not any(path.stat().st_size for path in source.files):
+    by_kind = {ending(path): path for path in reversed(source.files) if path.stat().st_size}
+    if not by_kind:
         raise setting_error(source.setting, source.name, "contains only empty files", "give files with text")
-    seen = set()
-    for path in source.files:
-        if (kind := ending(path)) in seen or not path.stat().st_size:
-            continue
-        seen.add(kind)
+    for path in by_kind.values():
         field = source.text_field
         # raises an error for a table without this column
         _, line = next(read_lines(path, text_field=field, rule=source.rule), (0, b""))

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from moe_exp.data.convert.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert, sort_inputs
+from moe_exp.data.convert.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert
 from moe_exp.data.documents import check_apart, compression_ratio
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import Source, python_stdlib_documents, resolve_source
@@ -78,7 +78,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
         inputs = [write_stdlib(raw, start_over=start_over)]
     else:
         try:
-            inputs = sort_inputs(download(source, raw, start_over=wanted.download_again))
+            inputs = download(source, raw, start_over=wanted.download_again)
         except ValueError as error:
             raise ValueError(str(error).replace("--start-over", "--download-again")) from error
     if wanted.clamp_tasks and settings.tasks:

@@ -72,17 +72,10 @@ class TextSource:
         """Resolved paths of the files, independent of how the setting spells them."""
         return frozenset(path.resolve() for path in self.files)
 
-    @property
-    def place(self) -> str:
-        return place_of(self.name)
-
     def listing(self) -> list[dict[str, Any]]:
         root = os.path.commonpath([path.absolute().parent for path in self.files])
-        names = [os.path.relpath(path.absolute(), root) for path in self.files]
-        return [
-            {"name": name, "bytes": one.st_size, "mtime_ns": one.st_mtime_ns}
-            for name, one in zip(names, [path.stat() for path in self.files], strict=True)
-        ]
+        found = [(os.path.relpath(path.absolute(), root), path.stat()) for path in self.files]
+        return [{"name": name, "bytes": one.st_size, "mtime_ns": one.st_mtime_ns} for name, one in found]
 
 
 def place_of(name: str) -> str:
@@ -119,9 +112,9 @@ def folder_name(source: TextSource) -> str:
     parts = [source.options, source.listing()]
     # without hashes of contents: every node computes the name, and reading all files would be slow
     key = xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())[:8]
-    stem = Path(source.place).name.split(".")[0]
+    stem = Path(place_of(source.name)).name.split(".")[0]
     if any(one in stem for one in "*?["):
-        stem = Path(source.place).parent.name
+        stem = Path(place_of(source.name)).parent.name
     safe = "".join(one if one.isalnum() or one in "-_" else "_" for one in stem)[:60]
     return f"{safe or 'text'}_{key}"
 
@@ -174,7 +167,7 @@ def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> P
     if source.files and (found := matching(source, data_dir)) and is_its_own(found):
         return found
     for one in _known(source, data_dir):
-        if one.facts["source"] == source.place and is_its_own(one):
+        if one.facts["source"] == place_of(source.name) and is_its_own(one):
             what = "%s=%s: files have changed since the text was prepared; using %s"
             logger.warning(what, source.setting, source.name, one.folder)
             return one
@@ -195,7 +188,7 @@ def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
         if found := matching(source, data_dir):
             return found
         # explain why the text is prepared again
-        if known := [one for one in _known(source, data_dir) if one.facts["source"] == source.place]:
+        if known := [one for one in _known(source, data_dir) if one.facts["source"] == place_of(source.name)]:
             before = {file["name"]: file for file in known[0].facts["files"]}
             now = {file["name"]: file for file in source.listing()}
             both = [name for name in now if name in before]
@@ -262,7 +255,7 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
     for part, paths in documents.items():
         manifest = tokenize_files(paths, work / part, settings, workers=workers)
         facts[part] = {name: manifest[name] for name in ("num_documents", "num_tokens", "num_text_bytes")}
-    facts |= {"source": source.place, "options": source.options, "files": files}
+    facts |= {"source": place_of(source.name), "options": source.options, "files": files}
     facts |= {"tokenizer_path": source.tokenizer.name if source.tokenizer else ""}
     facts |= {"vocab_size": tokenizer.vocab_size, "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     shutil.rmtree(work / "documents")

@@ -40,7 +40,6 @@ _SAMPLED_BLOCKS = 4
 class CorpusStage:
     """A step that is running or has finished."""
 
-    name: str
     output: Path  # output folder, or output path without suffix
     folder: Path  # working folder
     inputs: list[Path]
@@ -62,7 +61,7 @@ class CorpusStage:
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
             if fingerprint(path) != before:
                 fix = "repeat the command with --start-over while nothing modifies the file"
-                raise input_error(path, f"changed while {self.name} was reading it", fix)
+                raise input_error(path, f"changed while {self.key['stage']} was reading it", fix)
         files = []
         for path in outputs:
             known = {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size}
@@ -142,7 +141,7 @@ def run_stage(
                 shutil.rmtree(output.with_name(f".{output.name}.replaced"), ignore_errors=True)
             what = "%s: already created by %s with these settings and inputs; nothing to do"
             logger.info(what, output, name)
-            yield CorpusStage(name, output, place, inputs, done, is_folder, done)
+            yield CorpusStage(output, place, inputs, done, is_folder, done)
             return
         others = [one["stage"] for one in (done, begun) if one and one.get("stage", name) != name]
         if start_over and others:
@@ -162,7 +161,7 @@ def run_stage(
         begun |= key
         # before any work: from here on, a crash can be resumed
         write_json(folder / RUNNING, begun)
-        yield CorpusStage(name, output, folder, inputs, begun, is_folder)
+        yield CorpusStage(output, folder, inputs, begun, is_folder)
 
 
 def _place(output: Path) -> Path:
@@ -176,17 +175,15 @@ def locked(output: Path, waits: str = "") -> Iterator[None]:
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout as error:
         if not waits:
             rule, fix = "in use by another process", "wait until that process ends, or choose another output"
             raise input_error(output, rule, fix) from error
         logger.info(waits)
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _manifest_path(output: Path, *, is_folder: bool) -> Path:

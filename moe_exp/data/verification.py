@@ -15,7 +15,7 @@ import xxhash
 
 from moe_exp.data import inspection
 from moe_exp.data.documents import TALLIED, Tally, is_validation_file
-from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES, input_error, total_bytes
+from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES, input_error
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
 from moe_exp.host.files import ending, has_hash, read_json
@@ -132,31 +132,31 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     if not names:
         return []
     expected = manifest.content.get("num_documents")
-    found, total, valid, num_valid, num_shared = list[Finding](), Tally(), set[bytes](), 0, 0
-    num_bytes = sum((manifest.path.parent / name).stat().st_size for name in names)
-    with progress("reading the documents", num_bytes) as advance:
-        # Validation files first, because the training files are compared with them.
-        for name in sorted(names, key=lambda one: not is_validation_file(Path(one))):
-            tally, path = Tally(), manifest.path.parent / name
-            is_validation, field = is_validation_file(path), manifest.text_field
-            for _, text in inspection.documents_with_progress(path, tally, advance, text_field=field):
-                digest = xxhash.xxh3_128_digest(text.encode())
-                if is_validation:
-                    valid.add(digest)
-                else:
-                    num_shared += digest in valid
-            total += tally
-            count = tally.num_documents
-            num_valid += count if is_validation else 0
-            # a shuffle counts documents per file, other steps only in total
-            listed = expected.get(name, count) if isinstance(expected, dict) else count
-            wrong = f"has {count:,} documents, the manifest lists {listed:,}" if count != listed else ""
-            found.append(Finding(name, wrong, f"{count:,} documents"))
+    found, total, valid, num_shared = list[Finding](), Tally(), set[bytes](), 0
+    # Validation files first, because the training files are compared with them.
+    names.sort(key=lambda one: not is_validation_file(Path(one)))
+    paths = [manifest.path.parent / name for name in names]
+    counts, validation = dict.fromkeys(paths, 0), {path for path in paths if is_validation_file(path)}
+    what, field = "reading the documents", manifest.text_field
+    for path, _, text in inspection.read_with_progress(what, paths, total, text_field=field):
+        digest = xxhash.xxh3_128_digest(text.encode())
+        counts[path] += 1
+        if path in validation:
+            valid.add(digest)
+        else:
+            num_shared += digest in valid
+    for name in names:
+        count = counts[manifest.path.parent / name]
+        # a shuffle counts documents per file, other steps only in total
+        listed = expected.get(name, count) if isinstance(expected, dict) else count
+        wrong = f"has {count:,} documents, the manifest lists {listed:,}" if count != listed else ""
+        found.append(Finding(name, wrong, f"{count:,} documents"))
     if not manifest.only:
         found.append(_total_finding(manifest, total))
     # a single file cannot be compared with itself
     if valid and len(names) > 1:
         wrong = f"{num_shared:,} training documents are also validation documents"
+        num_valid = sum(counts[path] for path in validation)
         facts = f"none of the {num_valid:,} validation documents is in the training files"
         found.append(Finding("validation against training", wrong if num_shared else "", facts))
     return found
@@ -190,13 +190,11 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
 
 def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
     """Compares two corpora (JSONL files or folders, or prefixes of .bin/.idx) as multisets of documents."""
-    is_tokens, other_is_tokens = (
-        not one.is_dir() and ending(one) not in JSON_SUFFIXES for one in (path, other)
-    )
-    if is_tokens != other_is_tokens:
+    are_tokens = {not one.is_dir() and ending(one) not in JSON_SUFFIXES for one in (path, other)}
+    if len(are_tokens) > 1:
         fix = "give two .bin/.idx prefixes, or JSONL for both"
         raise ValueError(f"{path}: must be of the same kind as {other}. Fix: {fix}.")
-    here, there = (_all_hashes(one, text_field, is_tokens=is_tokens) for one in (path, other))
+    here, there = (_all_hashes(one, text_field, is_tokens=True in are_tokens) for one in (path, other))
     only_here, only_there = inspection.difference(here, there)
     wrong = f"{only_here:,} documents are missing from {other}, which has {only_there:,} additional ones"
     wrong = wrong if only_here or only_there else ""
@@ -215,8 +213,6 @@ def _all_hashes(path: Path, text_field: str, *, is_tokens: bool) -> bytearray:
                 hashes += xxhash.xxh3_128_digest(wide[begin:end].data)
         return hashes
     paths = inspection.data_files(path, text_field)
-    with progress("reading", total_bytes(paths)) as advance:
-        for one in paths:
-            for _, text in inspection.documents_with_progress(one, Tally(), advance, text_field=text_field):
-                hashes += xxhash.xxh3_128_digest(text.encode())
+    for _, _, text in inspection.read_with_progress("reading", paths, Tally(), text_field=text_field):
+        hashes += xxhash.xxh3_128_digest(text.encode())
     return hashes

@@ -130,7 +130,7 @@ def test_from_sources_to_weighted_token_files(mixture, capsys, caplog):
 def test_a_start_over_that_was_killed_continues_without_the_flag(mixture, monkeypatch):
     assert main("mix", MIX) == 0
     (mixture / "mine.yaml").write_text(MIXTURE.replace("filters: [pii]", "min_score: null, max_chars: 60"))
-    for name in ("shuffle_documents", "sort_inputs"):  # killed before the shuffle, then before the conversion
+    for name in ("shuffle_documents", "convert"):  # killed before the shuffle, then before the conversion
         with monkeypatch.context() as patch:
             patch.setattr(f"moe_exp.data.prepare.{name}", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):

@@ -10,7 +10,7 @@ import glob
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -23,9 +23,9 @@ from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
 from moe_exp.data.execution import Execution, Pass, Step
 from moe_exp.data.jobs import check_no_jobs, merge_stats, run_passes
-from moe_exp.data.kinds import FILES, KINDS, TextRule, input_error
+from moe_exp.data.kinds import FILES, TextRule, input_error
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, run_stage
-from moe_exp.host.files import ending, read_json, write_json
+from moe_exp.host.files import read_json, write_json
 from moe_exp.host.processes import allow_open_files
 
 logger = logging.getLogger(__name__)
@@ -74,15 +74,13 @@ class ConvertSettings:
             raise input_error(f"filter={twice[0]}", "is given twice", "give it once")
 
     @classmethod
-    def of(
-        cls, given: Any, languages: Sequence[str], filters: Sequence[Any], tasks: int | None
-    ) -> "ConvertSettings":
+    def of(cls, given: Any, tasks: int | None) -> "ConvertSettings":
         """Creates settings from command-line options or mixture.yaml; ValueError if any option is invalid."""
         same = ("min_language_score", "min_score", "min_chars", "max_chars", "limit", "skip_bad", "dedup")
         return cls(
             tasks,
-            languages=tuple(languages),
-            filters=tuple(map(NamedFilter.parse, filters)),
+            languages=tuple(given.languages),
+            filters=tuple(map(NamedFilter.parse, given.filters)),
             near_dedup=duplicates.near_duplicates(given.near_dedup),
             decontaminate=benchmarks.benchmarks_of(given.decontaminate),
             rule=TextRule(given.text_documents),
@@ -115,7 +113,7 @@ def convert(
         ChildProcessError: a task's process died.
     """
     execution = execution or Execution()
-    inputs = sort_inputs(inputs)
+    inputs = sorted((Path(os.path.abspath(path)) for path in inputs), key=Path.as_posix)  # noqa: PTH100
     check_apart([*inputs, *settings.benchmark_files()], output)
     if settings.tasks is not None and settings.tasks > len(inputs):
         rule = f"must be at most the number of input files ({len(inputs)}), because a task reads whole files"
@@ -156,20 +154,6 @@ def convert(
         return _publish(stage, passes[-1], counted, inputs, facts) if done else None
 
 
-def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
-    """Sorts input files by path; ValueError if a file is given twice or has an unsupported type."""
-    if not inputs:
-        raise input_error("inputs=", "no files to convert", "give at least one file")
-    paths = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
-    ordered = sorted(paths, key=lambda path: path.as_posix())
-    for path, following in zip(ordered, [*ordered[1:], None], strict=True):
-        if not ending(path):
-            raise input_error(path, f"must end with {KINDS}", "omit it, or rename it")
-        if path == following:
-            raise input_error(path, "is given twice", "give it once")
-    return ordered
-
-
 def _passes(
     stage: CorpusStage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int
 ) -> tuple[list[Pass], list[Path]]:
@@ -177,36 +161,33 @@ def _passes(
     logs, temporary = stage.folder / "datatrove", stage.folder / _TEMPORARY
     files, filters, passes, counted = list(inputs), filters_of(settings), list[Pass](), list[Path]()
 
-    def reader(name: str) -> ReadFiles:
+    def read(logs: Path, last: Callable[[ReadFiles], Any]) -> None:
         options = {one: getattr(settings, one) for one in ("text_field", "skip_bad", "limit", "rule")}
-        return ReadFiles(*_names_below(files), num_tasks, temporary / f"through_{name}", **options)
+        through = temporary / f"through_{logs.name}"
+        first = ReadFiles(*_names_below(files), num_tasks, through, **options)
+        passes.append(Pass([first, *filters, last(first)], num_tasks, logs, through))
 
-    def write(folder: Path, stem: str, logs: Path, steps: list[Filter]) -> None:
-        first = reader(logs.name)
+    def write(folder: Path, stem: str, logs: Path) -> None:
         counted.append(logs / "counts")
-        pipeline = [first, *steps, WriteChunk(folder, stem, first, steps, counted[-1])]
-        passes.append(Pass(pipeline, num_tasks, logs, first.progress_folder))
+        read(logs, lambda first: WriteChunk(folder, stem, first, filters, counted[-1]))
 
     # named filters are slow: write their result once, and read it in each of the passes below
     if settings.filters and (settings.dedup or settings.near_dedup):
-        write(temporary / "filtered", "filtered", logs / "filter", filters)
+        write(temporary / "filtered", "filtered", logs / "filter")
         files = [temporary / "filtered" / f"filtered.{task:05d}.jsonl" for task in range(num_tasks)]
         settings, filters = replace(settings, text_field="text", skip_bad=False, limit=None, rule=FILES), []
     if settings.dedup:
         signatures, found = str(temporary / "exact_signed"), str(temporary / "exact_found")
         finders = min(num_tasks, _MOST_FINDERS)
         write_signatures = partial(exact_block, "ExactDedupSignature", signatures, finder_workers=finders)
-        first = reader("sign")
-        sign = [first, *filters, Step(partial(run_block, write_signatures))]
-        passes.append(Pass(sign, num_tasks, logs / "exact_sign", first.progress_folder))
+        read(logs / "exact_sign", lambda _: Step(partial(run_block, write_signatures)))
         find_duplicates = partial(exact_block, "ExactFindDedups", signatures, found)
         passes.append(Pass([Step(partial(run_block, find_duplicates))], finders, logs / "exact_find"))
         filters = [*filters, Filter("duplicate", partial(exact_block, "ExactDedupFilter", found))]
     if settings.near_dedup:
         how, folder = settings.near_dedup, str(temporary / "near")
-        first = reader("near")
-        sign = [first, *filters, Step(partial(duplicates.sign_near_duplicates, how, folder))]
-        passes.append(Pass(sign, num_tasks, logs / "near_signatures", first.progress_folder))
+        sign = Step(partial(duplicates.sign_near_duplicates, how, folder))
+        read(logs / "near_signatures", lambda _: sign)
         pair = Step(partial(run_block, partial(duplicates.pair_near_duplicates, how, folder)))
         passes.append(Pass([pair], how.num_buckets, logs / "near_pairs"))
         # one task, because clusters span all documents
@@ -216,7 +197,7 @@ def _passes(
     if settings.decontaminate:
         build = partial(benchmarks.contamination_block, temporary / "benchmarks")
         filters = [*filters, Filter("contaminated", build, words="contaminated_ngram")]
-    write(stage.folder, f"{stage.output.name}.chunk", logs, filters)
+    write(stage.folder, f"{stage.output.name}.chunk", logs)
     return passes, counted
 
 

@@ -119,7 +119,7 @@ def sign_near_duplicates(how: NearDuplicates, folder: str, data: Any, rank: int,
     block = MinhashDedupSignature(f"{folder}/signatures", how.config(), language=tokenizer)
     # newer versions of xxhash do not accept str
     block._hash_func = lambda ngram: xxhash.xxh3_64_intdigest(ngram.encode())
-    block.get_signature = _in_parts(block.get_signature, how.num_buckets)
+    block.get_signature = _in_parts(block.get_signature)
     with complete_files([Path(folder, "ranks", f"{rank:05d}")]) as (path,), path.open("wb") as file:
 
         def ranked() -> Iterator[Any]:
@@ -132,19 +132,14 @@ def sign_near_duplicates(how: NearDuplicates, folder: str, data: Any, rank: int,
     return block.stats
 
 
-def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[Any], Any]:
+def _in_parts(signature: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Makes `signature` work in chunks to save memory: datatrove keeps the hashes of all shingles at once."""
 
     def in_parts(shingles: Any) -> Any:
         starts = range(0, len(shingles), _SHINGLES_AT_ONCE)
         parts = [signature(shingles[start : start + _SHINGLES_AT_ONCE]) for start in starts]
         # the minimum of the parts' minima is the minimum over all shingles
-        if len(parts) == 1:
-            return parts[0]
-        return [
-            np.array([part[bucket] for part in parts], dtype=np.uint64).min(axis=0).tolist()
-            for bucket in range(num_buckets)
-        ]
+        return np.array(parts, dtype=np.uint64).min(axis=0).tolist()
 
     return in_parts
 

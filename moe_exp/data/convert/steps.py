@@ -11,7 +11,7 @@ import datetime
 import decimal
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,8 @@ class ReadFiles:
     skip_bad: bool = False
     limit: int | None = None
     rule: TextRule = FILES
-
-    def __post_init__(self) -> None:
-        self.stats: Any = None
-        self.tally = Tally()
+    stats: Any = field(default=None, init=False, repr=False)
+    tally: Tally = field(default_factory=Tally, init=False, repr=False)
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         from datatrove.data import Document
@@ -149,21 +147,16 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+@dataclass
 class WriteChunk:
-    """Last step: writes a temporary file, reads it back, and publishes it if all counts agree.
+    """Last step: writes a temporary file, reads it back, and publishes it if all counts agree."""
 
-    Args:
-        stem: start of the name of each task's file, such as `STEM.00003.jsonl`.
-        reader, filters: the preceding steps of the pipeline.
-        counts_folder: folder for each task's counts, such as `00003.json`.
-    """
-
-    def __init__(
-        self, folder: Path, stem: str, reader: ReadFiles, filters: list[Filter], counts_folder: Path
-    ):
-        self.folder, self.stem, self.counts_folder = folder, stem, counts_folder
-        self.reader, self.filters = reader, filters
-        self.stats: Any = None
+    folder: Path
+    stem: str  # start of the name of each task's file, such as `STEM.00003.jsonl`
+    reader: ReadFiles  # this and the filters: the preceding steps of the pipeline
+    filters: list[Filter]
+    counts_folder: Path  # for each task's counts, such as `00003.json`
+    stats: Any = None
 
     def __repr__(self) -> str:
         return f"💽 - WRITER: {self.folder}/{self.stem}.*.jsonl"

@@ -69,7 +69,7 @@ def download(
         return local_files(source)
     if source.is_embedded:
         return []
-    folder, server = Path(folder), source.url or endpoint()
+    server = source.url or endpoint()
     list_now = partial(_list_files, source, max_failures)
     settings: dict[str, Any] = {"repository": source.repository, "revision": source.revision}
     if source.url:
@@ -164,14 +164,11 @@ def _plan(
     listing, place, server = None, folder, source.url or endpoint()
     if settings is not None:  # a finished or interrupted download has stored its listing
         begun_folder = folder.with_name(folder.name + ".partial")
+        begun = read_json(begun_folder / RUNNING) or {}
         if (manifest := read_json(folder / "manifest.json")) and manifest["settings"] == settings:
             listing = Listing.of_manifest(manifest, server)
-        elif (
-            (begun := read_json(begun_folder / RUNNING))
-            and begun["settings"] == settings
-            and (listed := read_json(begun_folder / LISTING))
-        ):
-            listing, place = Listing.from_json(listed, server), begun_folder
+        elif begun.get("settings") == settings and (listed := read_json(begun_folder / LISTING)):
+            listing, place = Listing.from_json(listed), begun_folder
     listing = listing or list_now()
     left, num_files = listing.missing(place), len(listing.files)
     left_bytes, free_bytes = left.num_bytes, free_disk(folder)

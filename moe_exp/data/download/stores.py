@@ -7,11 +7,12 @@ verifies all hashes.
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from moe_exp.data.documents import Counted
 from moe_exp.data.download.sources import Source, check_names, chosen_files
 from moe_exp.data.kinds import input_error, total_bytes
 from moe_exp.data.stage import RUNNING, CorpusStage, check_free_disk, check_outputs, locked, read_json
@@ -30,7 +31,7 @@ RESERVED = frozenset({MANIFEST, RUNNING, LISTING, ".cache", ".huggingface"})
 
 
 @dataclass(frozen=True)
-class Listing:
+class Listing(Counted):
     """The files of a source, sorted by name and checked with `check_names`. In a Hub commit, a file's version
     is its SHA-256 if it is stored with LFS, else its git SHA-1.
     """
@@ -49,11 +50,6 @@ class Listing:
         files = {name: StoredFile(size, versions[name]) for name, size in sizes.items()}
         return cls(server, files, manifest.get("commit", ""))
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any], server: str) -> "Listing":
-        files = {name: StoredFile(**file) for name, file in content["files"].items()}
-        return cls(server, files, content["commit"])
-
     @property
     def num_bytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
@@ -71,11 +67,11 @@ def kept_listing(stage: CorpusStage, name: str, server: str, list_now: Callable[
     if stage.manifest is not None:
         return Listing.of_manifest(stage.manifest, server)
     if listed := read_json(stage.folder / LISTING):
-        return Listing.from_json(listed, server)
+        return Listing.from_json(listed)
     try:
         listing = list_now()
         check_free_disk(stage.folder, listing.num_bytes, f"the download of {name}")
-        write_json(stage.folder / LISTING, asdict(listing))
+        write_json(stage.folder / LISTING, listing.to_json())
     except Exception:
         # Nothing is fetched yet, and a remaining folder would reject a call with corrected patterns.
         rmtree(stage.folder)

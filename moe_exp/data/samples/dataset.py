@@ -234,9 +234,8 @@ def blend_counts(count: int, cumulative_weights: Sequence[int]) -> list[int]:
     left = cumulative_weights[middle] - cumulative_weights[0]
     total = cumulative_weights[-1] - cumulative_weights[0]
     of_left = (2 * count * left + total) // (2 * total)
-    return blend_counts(of_left, cumulative_weights[: middle + 1]) + blend_counts(
-        count - of_left, cumulative_weights[middle:]
-    )
+    lefts, rights = cumulative_weights[: middle + 1], cumulative_weights[middle:]
+    return blend_counts(of_left, lefts) + blend_counts(count - of_left, rights)
 
 
 # Batches
@@ -297,9 +296,7 @@ def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
     return torch.nn.functional.pad(at_end_BS1[:, :-2], (1, 0))
 
 
-def context_part(
-    batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
-) -> dict[str, torch.Tensor]:
+def context_part(batch: Mapping[str, torch.Tensor], ranges: tuple[Range, ...]) -> dict[str, torch.Tensor]:
     """Cuts each tensor [B, S] of a batch to a context-parallel rank's `ranges`: to [B, S/C] with C ranks."""
     if len(ranges) == 1:
         return dict(batch)

@@ -19,6 +19,8 @@ from moe_exp.data.tokens.manifests import DocumentTokens, documents_of
 from moe_exp.data.tokens.tokenizer import same_fingerprint, tokenizer_fingerprint
 from moe_exp.data.tokens.tokens import manifest_of, parse_blend, parse_split
 
+_Stages = Sequence[Mapping[str, Any]]  # `SampleOrder.stages`
+
 
 @dataclass(frozen=True)
 class SampleOrder:
@@ -53,9 +55,7 @@ class SampleOrder:
             fingerprint=fingerprint,
             weights=_weights(config.train_data, is_megatrons=is_megatrons),
             share=list(parse_split(config.split)[0] or (0.0, 1.0)),
-            seed=config.seed,
-            seq_len=config.seq_len,
-            data_order=config.data_order,
+            **{name: getattr(config, name) for name in ("seed", "seq_len", "data_order")},
             num_samples=config.train_iters * config.gbsz if is_megatrons else None,
             tokenizer=tokenizer_fingerprint(config.tokenizer) if config.tokenizer else None,
             content=content,
@@ -63,13 +63,8 @@ class SampleOrder:
             packing=config.document_packing,
             **asdict(documents_of(config.train_data) or DocumentTokens()),
             stages=[
-                {
-                    "first_sample": stage.first_sample,
-                    "seq_len": stage.seq_len,
-                    "weights": _weights(stage.train_data, is_megatrons=False),
-                    "files": prints,
-                    "from_tokens": stage.from_tokens,
-                }
+                {name: getattr(stage, name) for name in ("first_sample", "seq_len", "from_tokens")}
+                | {"weights": _weights(stage.train_data, is_megatrons=False), "files": prints}
                 for stage, prints in zip(config.stages[1:], stage_prints, strict=True)
             ],
         )
@@ -202,29 +197,24 @@ def place_stages(
     return *config.with_stage_begins(consumed, skipped, begun), skipped
 
 
-def begun_stages(stages: Sequence[Mapping[str, Any]], next_sample: int) -> list[dict[str, Any]]:
+def begun_stages(stages: _Stages, next_sample: int) -> list[dict[str, Any]]:
     """Entries of `SampleOrder.stages` that begin before `next_sample`."""
     return [dict(stage) for stage in stages if stage["first_sample"] < next_sample]
 
 
-def _other_stage(
-    stages: Sequence[Mapping[str, Any]],
-    stages_of_saved: Sequence[Mapping[str, Any]],
-    checkpoint: str,
-    next_sample: int,
-) -> str:
+def _other_stage(ours: _Stages, theirs: _Stages, checkpoint: str, next_sample: int) -> str:
     """First difference between the stages that have begun in this run and in a checkpoint, if any."""
-    past, past_of_saved = (begun_stages(one, next_sample) for one in (stages, stages_of_saved))
-    for number, (ours, theirs) in enumerate(zip_longest(past, past_of_saved), 1):
-        # Only stages that have begun are compared: later ones may change.
+    # Only stages that have begun are compared: later ones may change.
+    begun = (begun_stages(stages, next_sample) for stages in (ours, theirs))
+    for number, (mine, other) in enumerate(zip_longest(*begun), 1):
         rule = f"stage {number} began before sample {next_sample}, the position of {checkpoint}, and"
-        if ours is None or theirs is None:
-            what, stage = ("has this stage", theirs) if ours is None else ("lacks this stage", ours)
+        if mine is None or other is None:
+            what, stage = ("has this stage", other) if mine is None else ("lacks this stage", mine)
             return f"{rule} {checkpoint} {what} at sample {stage['first_sample']}"
-        for name in ours:
-            if name != "from_tokens" and ours[name] != theirs.get(name):
-                mine, other = _shown(ours[name]), _shown(theirs.get(name))
-                return f"{rule} its {name} is {mine} here but {other} in the checkpoint"
+        for name, value in mine.items():
+            if name != "from_tokens" and value != other.get(name):
+                here, there = _shown(value), _shown(other.get(name))
+                return f"{rule} its {name} is {here} here but {there} in the checkpoint"
     return ""
 
 

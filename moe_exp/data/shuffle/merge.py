@@ -57,9 +57,7 @@ def merge(
         return merging.run()
 
 
-def estimate_merge(
-    input_dir: Path, output: Path, *, valid_file_name: str, text_field: str = "text"
-) -> dict[str, int]:
+def estimate_merge(input_dir: Path, output: Path, *, valid_file_name: str, text_field: str) -> dict[str, int]:
     """Estimates what a merge needs: num_shards, disk_bytes and seconds."""
     shards, manifest = find_shards(input_dir, output, valid_file_name, text_field)
     num_bytes = estimate_line_bytes(shards)

@@ -50,7 +50,6 @@ class Memory(NamedTuple):
     The budget does not include the interpreter (about 45 MB).
     """
 
-    budget_bytes: int
     longest_bytes: int
     piece_bytes: int
 
@@ -60,7 +59,7 @@ class Memory(NamedTuple):
         if budget_bytes < SMALLEST_MEMORY_BYTES:
             given = f"memory={budget_bytes / 2**20:g}MB"
             raise input_error(given, "must be at least 16 MB", "set 256MB or more")
-        return cls(budget_bytes, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
+        return cls(budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
 
 
 def shuffle_documents(
@@ -119,19 +118,19 @@ def shuffle_documents(
     settings |= {"valid_fraction": valid_fraction, "text_field": text_field, "skip_bad": skip_bad}
     settings |= rule.facts()
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
-        if stage.manifest is not None:
-            _clean(stage.output)
-            return stage.manifest
-        job = _begin(stage, settings, rule, inputs, tasks, memory, is_alone=is_local and tasks == 1)
-        needed_bytes = int(_DISK_RATIO * estimate_line_bytes(inputs))
-        needed_bytes -= sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())
-        check_free_disk(stage.folder, needed_bytes, "the shuffle")
-        num_writing = min(tasks, num_shards + 1)
-        if not _run(job, execution, stage, num_writing):
-            return None
-        manifest = _publish(job, stage, num_writing)
-        _clean(stage.output)
-        return manifest
+        if stage.manifest is None:
+            job = _begin(stage, settings, rule, inputs, tasks, memory, is_alone=is_local and tasks == 1)
+            needed_bytes = int(_DISK_RATIO * estimate_line_bytes(inputs))
+            needed_bytes -= sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())
+            check_free_disk(stage.folder, needed_bytes, "the shuffle")
+            num_writing = min(tasks, num_shards + 1)
+            if not _run(job, execution, stage, num_writing):
+                return None
+            _publish(job, stage, num_writing)
+        # Only after publishing, so that a crash loses nothing.
+        rmtree(stage.output / scatter.TEMPORARY, ignore_errors=True)
+        (stage.output / TASKS).unlink(missing_ok=True)
+        return stage.manifest
 
 
 def _default_memory(execution: Execution, tasks: int) -> int:
@@ -160,11 +159,8 @@ def _begin(
         raise input_error(f"tasks={tasks}", must, fix)
     # Not from this call's budget: the scattered files of the first call were sorted by these buckets.
     begun.setdefault("bucket_bytes", memory.piece_bytes)
-    cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])
-    buffers = memory.longest_bytes, memory.piece_bytes
-    job = scatter.TaskShuffle(
-        stage.folder, settings, rule, inputs[0], cut, *buffers, *limits, begun.get("num_buckets")
-    )
+    limits = *memory, begun["bucket_bytes"], begun["most_buckets"], begun.get("num_buckets")
+    job = scatter.TaskShuffle(stage.folder, settings, rule, inputs[0], cut_inputs(inputs, tasks), *limits)
     if not path.exists():
         if is_alone:
             # An estimate: a single task does not count the documents before it scatters them.
@@ -197,8 +193,8 @@ def _run(job: scatter.TaskShuffle, execution: Execution, stage: CorpusStage, num
     return run_stage_passes(passes, execution, stage, "shuffle", job.temporary)
 
 
-def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str, Any]:
-    """Publishes the validation file and the shards, and returns the manifest."""
+def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> None:
+    """Publishes the validation file and the shards."""
     indexed, made = scatter.Indexed(job), dict[str, dict[str, Any]]()  # made: by file name, validation first
     for task in range(num_writing):
         made |= read_json(job.place("written", task), fix=MAKE_AGAIN)
@@ -210,7 +206,7 @@ def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> 
     read, valid = indexed.read, indexed.valid.total()
     num_train, num_text_bytes, text_hash = (getattr(read, name) - getattr(valid, name) for name in TALLIED)
     train = Tally(num_train, num_text_bytes, text_hash % 2**128)
-    return stage.finish(
+    stage.finish(
         [stage.folder / name for name in made],
         hashes={stage.folder / name: facts["hash"] for name, facts in made.items()}, read=read.to_json(),
         train=train.to_json(), valid=valid.to_json(), line_hash=f"{indexed.line_hash:032x}",
@@ -219,29 +215,22 @@ def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> 
     )  # fmt: skip
 
 
-def _clean(output: Path) -> None:
-    # Only after publishing, so that a crash loses nothing.
-    rmtree(output / scatter.TEMPORARY, ignore_errors=True)
-    (output / TASKS).unlink(missing_ok=True)
-
-
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
     """Estimates sizes (`line_bytes`: of decompressed inputs), number of buckets and seconds of a shuffle."""
-    memory = Memory.of(memory_bytes or _default_memory(Execution(), 1))
+    memory_bytes = memory_bytes or _default_memory(Execution(), 1)
+    piece_bytes = Memory.of(memory_bytes).piece_bytes
     line_bytes = estimate_line_bytes(inputs)
     return {
         "input_bytes": total_bytes(inputs),
         "line_bytes": line_bytes,
-        "memory_bytes": memory.budget_bytes,
-        "num_buckets": max(1, math.ceil(line_bytes / (scatter.BUCKET_FILL * memory.piece_bytes))),
+        "memory_bytes": memory_bytes,
+        "num_buckets": max(1, math.ceil(line_bytes / (scatter.BUCKET_FILL * piece_bytes))),
         "disk_bytes": int(_DISK_RATIO * line_bytes),
         "seconds": math.ceil(line_bytes / _BYTES_PER_SECOND),
     }
 
 
-def check_shuffle(
-    inputs: Iterable[Path], output: Path, *, text_field: str = "text", **settings: Any
-) -> list[Path]:
+def check_shuffle(inputs: Iterable[Path], output: Path, *, text_field: str, **settings: Any) -> list[Path]:
     """Checks the arguments of a shuffle (`settings`: see `check_settings`) and returns its input files."""
     files = find_inputs(inputs, text_field=text_field)
     check_settings(**settings)

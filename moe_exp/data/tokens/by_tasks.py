@@ -17,6 +17,7 @@ import xxhash
 
 from moe_exp.data.execution import Execution, Through
 from moe_exp.data.jobs import check_no_jobs, run_stage_passes
+from moe_exp.data.shuffle.blocks import write_all
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage
 from moe_exp.data.tokens.encoders import one_thread
 from moe_exp.data.tokens.parts import CHECKED_BYTES, NOT_WRITTEN, Part, PartEncoder, PartSettings, is_complete
@@ -39,7 +40,6 @@ class TaskTokens:
     backend: str
     num_tasks: int
     block_bytes: int
-    num_input_bytes: int
 
     def begin(self, jobs_folder: Path) -> None:
         """Records the number of tasks and the block size. If one of them has changed, all tasks run again."""
@@ -103,24 +103,20 @@ def join_parts(job: TaskTokens, rank: int) -> int:
     # Tasks write whole blocks of the .bin, so that each can hash its own.
     blocks = job.range_of(rank, -(-num_bytes // job.block_bytes))
     low, end = (min(num_bytes, block * job.block_bytes) for block in blocks)
-    share = job.num_input_bytes / max(1, num_bytes)
+    share = sum(part.num_bytes for part in job.parts) / max(1, num_bytes)
     through = Through(job.folder / "joined" / "through", rank)
     blocks_hash = BlockHash(job.block_bytes)
-    # Without O_TRUNC: other tasks write to the same file.
-    descriptor = os.open(job.bin_path, os.O_WRONLY | os.O_CREAT, 0o666)
-    try:
+    job.bin_path.touch()
+    # Not "wb", which would empty the file: other tasks write to it.
+    with job.bin_path.open("rb+", buffering=0) as file:
+        file.seek(low)
         for one in placed if low < end else []:
             if one.start < end and low < one.end:
                 for chunk in _chunks(job, one, low, end):
-                    written = 0
-                    while written < len(chunk):  # writes may be partial on an almost full disk
-                        written += os.pwrite(descriptor, chunk[written:], low + written)
-                    low += written
+                    low += write_all(file.fileno(), [chunk], job.bin_path)
                     blocks_hash.update(chunk)
                     through.advance(len(chunk) * share)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        os.fsync(file.fileno())
     through.end_file(round(blocks_hash.num_bytes * share))
     write_json(job.place("joined", rank), [digest.hex() for digest in blocks_hash.digests()])
     return blocks_hash.num_bytes

@@ -52,7 +52,6 @@ class CheckedGigatoken:
     """
 
     def __init__(self, tokenizer: TextTokenizer):
-        self.num_rerouted = 0
         self._encode, self.own = _gigatoken(tokenizer), own_package(tokenizer)
         self._same: set[str] = set()
         self._other: set[str] = set()
@@ -60,12 +59,12 @@ class CheckedGigatoken:
         self._splitters = (_gigatoken(probe), own_package(probe)) if probe else None
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """Encodes texts; `num_rerouted` counts the documents encoded by the tokenizer's own package."""
+        """Encodes texts; `num_rerouted`: how many of them the tokenizer's own package encoded."""
         rerouted = [index for index, text in enumerate(texts) if self._is_split_otherwise(text)]
+        self.num_rerouted = len(rerouted)
         ids, lengths = self._encode(texts)
         if not rerouted:
             return ids, lengths
-        self.num_rerouted += len(rerouted)
         pieces = np.split(ids, np.cumsum(lengths)[:-1])
         for index in rerouted:
             pieces[index] = self.own([texts[index]])[0].astype(ids.dtype)

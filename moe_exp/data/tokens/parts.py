@@ -184,7 +184,6 @@ class PartEncoder:
         ids, lengths = self._encoder([text for _, text in batch])
         if isinstance(self._encoder, CheckedGigatoken):
             counts.num_rerouted += self._encoder.num_rerouted
-            self._encoder.num_rerouted = 0
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
             rule = f"returned ids outside its vocabulary 0..{tokenizer.vocab_size - 1}"
             raise ValueError(f"{tokenizer.name}: {rule}. Fix: correct the tokenizer's files.")
@@ -231,7 +230,6 @@ class PartEncoder:
         clips = [*sample.chosen, *sample.odd]
         counts.num_checked, texts = len(clips), [text for _, text in clips]
         wrong = find_differences(self._encoder, self._encoder.own, texts) if clips else []
-        self._encoder.num_rerouted = 0  # clips are not documents of the next part
         if wrong:
             where = f"{part.path}:{part.line_number(clips[wrong[0]][0])}"
             rule = "gigatoken encodes this document differently than the tokenizer's own package"

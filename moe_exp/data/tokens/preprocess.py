@@ -25,7 +25,7 @@ from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, Unfinished, check_free_disk, free_disk, run_stage
 from moe_exp.data.tokens import tokens as token_files
 from moe_exp.data.tokens.by_tasks import BLOCK_BYTES, PASSES, TASKS, TaskTokens, run_tasks
-from moe_exp.data.tokens.encoders import BACKENDS, choose_backend, one_thread
+from moe_exp.data.tokens.encoders import choose_backend, one_thread
 from moe_exp.data.tokens.parts import (
     JOINED,
     JoinedParts,
@@ -98,7 +98,6 @@ def tokenize_documents(
         raise setting_error("executor", execution.executor, "requires a number of tasks", fix)
     if tasks is not None and tasks < 1:
         raise setting_error("tasks", tasks, "must be at least 1", "set the number of cores")
-    _check_backend(backend)
     jobs_folder = output.with_name(f"{output.name}.partial") / "datatrove" / PASSES[-1]
     if start_over or is_local:
         check_no_jobs(jobs_folder)
@@ -126,8 +125,7 @@ def tokenize_documents(
             joined.resume()
             _make_parts(_PartMaker(settings, chosen, stage.folder), workers, joined)
         else:
-            sizes = tasks, block_bytes, total_bytes(stage.inputs)
-            job = TaskTokens(stage.folder, joined.bin_path, parts, settings, chosen, *sizes)
+            job = TaskTokens(stage.folder, joined.bin_path, parts, settings, chosen, tasks, block_bytes)
             job.begin(jobs_folder)
             if all(job.place("joined", task).exists() for task in range(tasks)):  # perhaps published already
                 joined.take_back()
@@ -158,11 +156,6 @@ def _publish(
         num_checked=counts.num_checked, num_rerouted=counts.num_rerouted, **counts.tally.to_json(),
         tokenizer=joined.settings.tokenizer.recorded(),
     )  # fmt: skip
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise setting_error("backend", backend, f"must be one of {', '.join(BACKENDS)}", "choose one of them")
 
 
 def usable(workers: int) -> int:
@@ -276,7 +269,6 @@ def dry_run(
     is invalid or there is too little free space. `by_tasks`: whether all parts are made before the first is
     joined.
     """
-    _check_backend(backend)
     num_apart = len(plan_parts(inputs, default_part_bytes(inputs))) if by_tasks else workers
     estimate = _Estimate(inputs, settings, backend, num_apart, _DRY_RUN_SAMPLE_BYTES)
     made_by = settings.tokenizer
@@ -361,9 +353,8 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
         sizes = np.concatenate([index.sizes for index in indices])
         firsts = np.cumsum([0, *(len(index.sizes) for index in indices)])
         last = [first + index.documents[1:] for first, index in zip(firsts, indices, strict=False)]
-        token_files.write_index(
-            paths[1], sizes, indices[0].dtype, np.concatenate([np.zeros(1, np.int64), *last])
-        )
+        documents = np.concatenate([np.zeros(1, np.int64), *last])
+        token_files.write_index(paths[1], sizes, indices[0].dtype, documents)
         first = token_files.manifest_of(str(prefixes[0]))
         facts = {name: token_files.tokenizer_fact(first, name) for name in ("vocab_size", "eod_id")}
         known: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}

@@ -78,8 +78,7 @@ def find_tokens(url: str) -> dict[str, StoredFile]:
     store, name = split_url(url)
     found = {}
     for suffix in (".bin", ".idx"):
-        file = store.find(name + suffix)
-        if file is None:
+        if (file := store.find(name + suffix)) is None:
             raise ValueError(f"{url}: {store.url}/{name}{suffix} not found. Fix: correct the URL.")
         found[suffix] = file
     return found

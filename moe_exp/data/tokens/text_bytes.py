@@ -94,9 +94,7 @@ class TokenBytes:
             found[begins + 2] = np.where(is_first[begins], self._first_space_bytes, 1)
         return found
 
-    def count_samples(
-        self, tokens: npt.NDArray[np.integer[Any]], *, eod_mask_loss: bool = False
-    ) -> tuple[int, int]:
+    def count_samples(self, tokens: npt.NDArray[np.integer[Any]], *, eod_mask_loss: bool) -> tuple[int, int]:
         """Number of bytes and of labels in samples [B, S1] (S1 = S + 1); a sample's first token is no label.
         `eod_mask_loss` excludes the label after each EOD.
         """

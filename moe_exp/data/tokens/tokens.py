@@ -68,10 +68,7 @@ def token_dtype(vocab_size: int) -> TokenDtype:
 
 
 def write_index(
-    path: Path,
-    sizes: npt.NDArray[np.int32],
-    dtype: np.dtype[Any],
-    document_indices: npt.NDArray[np.int64] | None = None,
+    path: Path, sizes: npt.NDArray[np.int32], dtype: np.dtype[Any], document_indices: Int64Array | None = None
 ) -> None:
     """Writes an .idx file for sequences of the given sizes in tokens.
 
@@ -271,9 +268,7 @@ class TokenFiles:
         """Tokens [begin, end). Not memory-mapped, because pages that are read once would stay in memory."""
         if self._remote is not None:
             return self._remote[begin:end]
-        return np.fromfile(
-            f"{self.prefix}.bin", dtype=self.dtype, count=end - begin, offset=begin * self.dtype.itemsize
-        )
+        return np.fromfile(f"{self.prefix}.bin", self.dtype, end - begin, offset=begin * self.dtype.itemsize)
 
     @cached_property
     def end_of_document(self) -> tuple[int | None, str]:

@@ -109,7 +109,7 @@ def test_a_file_and_text_are_the_same(tmp_path):
         ("[{train_data: a}]", "stage 1 must have either from_samples or from_tokens"),
         ("[{from_samples: 8, from_tokens: 8, seq_len: 8}]", "stage 1 must have either"),
         ("[{from_samples: 8}]", "stage 1 changes nothing: add train_data or seq_len"),
-        ("[{from_samples: 8, weights: 1}]", "stage 1 has 'weights'"),
+        ("[{from_samples: 8, weights: 1}]", "stage 1 has an unknown key 'weights'"),
         ("[{from_samples: -8, seq_len: 8}]", "from_samples=-8 must be a whole number of at least 1"),
         ("[{from_samples: 8.5, seq_len: 8}]", "from_samples=8.5 must be a whole number"),
         (

@@ -56,7 +56,7 @@ def small(monkeypatch):
     """Blocks, buckets and pieces that are small enough for there to be many of them."""
     monkeypatch.setattr(scatter, "_BLOCK_BYTES", 3000)
     monkeypatch.setattr(scatter, "_BYTES_PER_SEGMENT", 1)
-    monkeypatch.setattr(Memory, "of", lambda _: Memory(2**24, 2**20, 20_000))
+    monkeypatch.setattr(Memory, "of", lambda _: Memory(2**20, 20_000))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_bucket_larger_than_the_memory_and_documents_larger_than_a_block(tmp_p
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     expected = expected_files([path], **SETTINGS)
     for piece_bytes in (20_000, 50_000, 10**6):
-        memory = Memory(2**24, 2**20, piece_bytes)
+        memory = Memory(2**20, piece_bytes)
         monkeypatch.setattr(Memory, "of", lambda _, memory=memory: memory)
         output = tmp_path / str(piece_bytes)
         shuffle_documents([path], output, **SETTINGS, tasks=3, execution=HERE)
@@ -163,7 +163,7 @@ def test_a_call_that_resumes_does_not_read_again(tmp_path, small, monkeypatch):
     expected = expected_files(inputs, **SETTINGS)
     interrupted(inputs, tmp_path / "out")
     monkeypatch.setattr(scatter, "read_slice", lambda *_: 1 / 0)
-    monkeypatch.setattr(Memory, "of", lambda _: Memory(2**24, 2**19, 5000))  # another budget
+    monkeypatch.setattr(Memory, "of", lambda _: Memory(2**19, 5000))  # another budget
     shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
     assert data_of(tmp_path / "out") == expected
 

@@ -29,7 +29,7 @@ from moe_exp.data.shuffle.write import LineBuffer
 from moe_exp.host.devices import available_memory_bytes
 
 SETTINGS = {"name": "x", "seed": 3, "num_shards": 3, "valid_fraction": 0.05}
-MEMORY = Memory(0, 2**20, 2**14)
+MEMORY = Memory(2**20, 2**14)
 
 
 def write_jsonl(path, texts, **more):
@@ -115,7 +115,7 @@ def test_every_budget_gives_the_same_bytes(tmp_path, smallest):
     # longest document; in one bucket and in several.
     for piece_bytes in [whole - 1, whole, whole + 1, 9000, 3500, 500, smallest]:
         output = tmp_path / f"{piece_bytes}"
-        shuffled(inputs, output, Memory(0, 2**20, piece_bytes), 997)
+        shuffled(inputs, output, Memory(2**20, piece_bytes), 997)
         assert files_of(output) == reference
         shutil.rmtree(output)
 
@@ -325,7 +325,7 @@ def test_killed_anywhere_and_called_again_it_makes_the_same_bytes(tmp_path):
         begun = tmp_path / f"killed_{part}.partial/temporary"
         reached |= {len(list(begun.glob("*/00000.json")))}
         # The second call has another budget.
-        shuffled(inputs, output, Memory(0, 2**20, 2**13), 1000)
+        shuffled(inputs, output, Memory(2**20, 2**13), 1000)
         assert files_of(output) == reference
         assert not (tmp_path / f"killed_{part}.partial").exists()
     assert {0, 2, 3} <= reached  # pieces of work that were done: nothing, two files of the first pass, all

@@ -496,7 +496,7 @@ def test_no_eod_where_one_is_asked_for(folder, tmp_path):
     assert tokenize_files([path], tmp_path / "out", PartSettings(tokenizer))["num_eods"] == 0
 
 
-@pytest.mark.parametrize(("field", "value"), [("workers", 0), ("tasks", 0), ("backend", "tiktoken")])
+@pytest.mark.parametrize(("field", "value"), [("workers", 0), ("tasks", 0)])
 def test_wrong_settings(field, value, how, tmp_path):
     with pytest.raises(ValueError, match=rf"(?i)^{field}={value}: must be .* Fix: "):
         tokenize_files([write(tmp_path / "x.jsonl", jsonl(["a"]))], tmp_path / "out", how, **{field: value})

@@ -182,7 +182,9 @@ def test_another_call_with_other_settings_is_refused(comparison):
     comparison.compare_with_before()
     assert comparison.known_pace() == {"dmoe": 0.5}
     flags = FLAGS | {"run_dir": str(comparison.folder.parent)}
-    with pytest.raises(ConfigError, match=r"^LR=0.1: .* contains dmoe with 0.003. Fix: .* another RUN_NAME"):
+    with pytest.raises(
+        ConfigError, match=r"^LR=0.1: .* dmoe in .* was started with 0.003. Fix: .* another RUN_NAME"
+    ):
         Comparison.of(Options(), flags | {"lr": 0.1}, {}).compare_with_before()
     with pytest.raises(ConfigError, match=r"^MATCH=time: .* was started with flops"):
         Comparison.of(Options(match="time"), flags, {}).compare_with_before()
