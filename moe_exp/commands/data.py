@@ -1,4 +1,4 @@
-"""`moe-exp data ...`: shared arguments and errors, and `main` for scripts that run one of its commands."""
+"""`moe-exp data ...`: arguments and errors that commands share; `main` for scripts that run one command."""
 
 import argparse
 import importlib
@@ -90,7 +90,7 @@ def under_way(what: str = "") -> int:
 
 
 def data_guarded(work: Callable[[], int | None]) -> int:
-    """Runs a `moe-exp data` subcommand with `guarded`; errors about invalid documents also get a fix."""
+    """Runs a `moe-exp data` subcommand with `guarded`, and adds a fix to errors about invalid documents."""
     from moe_exp.data.kinds import BadDocument
 
     def explained() -> int | None:

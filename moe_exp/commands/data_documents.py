@@ -32,10 +32,10 @@ def run_list(_: argparse.Namespace) -> None:
 _SOURCE = (
     arg("source", "dataset name (see `moe-exp data list`), owner/name on the Hugging Face Hub, folder, file, "
         "or object store URL (s3://, gs://, hf://)"),
-    repeated("--pattern GLOB", "files to use; replaces the registered patterns (repeatable)"),
-    arg("--text-field NAME", "field that contains the text (default: the registered field, otherwise text)"),
-    arg("--revision", "branch, tag or commit of the dataset (default: the registered revision, "
-        "otherwise main)"),
+    repeated("--pattern GLOB", "files to use, instead of those registered for the dataset (repeatable)"),
+    arg("--text-field NAME", "field that contains the text (default: as registered, otherwise 'text')"),
+    arg("--revision", "branch, tag or commit of the dataset (default: as registered, "
+        "otherwise 'main')"),
 )  # fmt: skip
 
 
@@ -92,8 +92,8 @@ def run_download(arguments: argparse.Namespace) -> None:
         either("--filter FILTER", "filter to apply: NAME or 'NAME: {option: value}' (repeatable; see "
                "docs/corpus.md)",
                action="append", default=[], dest="filters"),
-        either("--decontaminate FILE", "remove documents that share 12 consecutive words with a benchmark, "
-               "given as a JSONL file of its texts or as lm-eval:TASK (repeatable)", action="append",
+        either("--decontaminate FILE", "remove documents that share 12 consecutive words with a benchmark; "
+               "FILE: JSONL file of the benchmark's texts, or lm-eval:TASK (repeatable)", action="append",
                default=[]),
         TEXT_DOCUMENTS,
         either("--skip-bad", "skip and count invalid documents instead of stopping", action="store_true"),

@@ -1,4 +1,4 @@
-"""`moe-exp data tokenize`, `train-tokenizer` and `mix`; `push`, `pull`, `inspect` and `verify` of outputs."""
+"""Subcommands of `moe-exp data`: tokenize, train-tokenizer, mix, push, pull, inspect and verify."""
 
 import argparse
 import logging
@@ -48,7 +48,7 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     flag("--prepend-bos", "begin every document with the beginning-of-sequence token"),
     arg("--eod-token", "end-of-document token, needed if the tokenizer's files define none"),
     flag("--allow-special", "encode special tokens in texts as special tokens (default: as ordinary text)"),
-    arg("--backend", "tokenizer implementation; auto uses gigatoken if its results are identical",
+    arg("--backend", "tokenizer implementation; auto uses gigatoken if its ids equal the tokenizer's own",
         choices=BACKENDS, default="auto"),
     TEXT_DOCUMENTS,
     _SKIP_BAD,
@@ -231,7 +231,7 @@ def run_pull(arguments: argparse.Namespace) -> None:
     arg("--samples", "number of documents to show", default=3),
     arg("--text-field", "JSONL field that contains the text", default="text"),
     arg("--seq-len", "sequence length (tokens; default: 4096); the report shows the share of documents "
-        "that it cuts",
+        "that are cut at this length",
         default=4096),
     JSON,
 )  # fmt: skip

@@ -135,7 +135,7 @@ def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
 
 
 def _distinct(part: MixturePart, every: int) -> Any:
-    """Returns the hashes of distinct texts (one in `every`), which are cached next to the token files."""
+    """Returns hashes of distinct texts, a sample of one in `every`; caches them next to the token files."""
     path = part.prefix.with_name(f"{part.name}.{part.shuffled['line_hash'][:16]}.{every}.npy")
     if path.exists():
         return np.load(path)

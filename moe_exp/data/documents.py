@@ -124,12 +124,12 @@ def data_among(
 ) -> list[str]:  # fmt: skip
     """Selects the document files in a folder. Warns about all other files except metadata.
 
-    Selects the record files (JSON and tables). Text files are selected only if there are no record files;
-    next to record files, they are usually a README or LICENSE.
+    Document files are the record files (JSON and tables) or, if there are none, the text files; next to
+    record files, a text file is usually a README or LICENSE.
 
     Args:
         sizes: maps the relative path of each file to its size in bytes.
-        where, what: the folder or URL and the setting that names it, for messages.
+        where, what: for messages, the folder (or URL), and the name of the setting that contains it.
         text_field: field with the text; "" if `has_text` is not given.
         has_text: returns whether a .json file is a record file, that is, whether its first object has the
             field. If None (object stores), .json files are selected only if there are no other record
@@ -217,7 +217,7 @@ def files_below(root: Path) -> Iterator[Path]:
 
 
 def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: str = "text") -> list[Path]:
-    """Returns the files given by names of files, folders (see `files_in`) or globs, in the given order.
+    """Returns the files that `names` denote: files, folders (see `files_in`) or globs, in the given order.
 
     Args:
         what: name of the setting that contains `names`, for error messages.
@@ -316,7 +316,7 @@ def read_objects(
 
 
 def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
-    """Counts a line as skipped if it has no text or if `skip_bad` is set; otherwise raises BadDocument."""
+    """Counts a line as skipped if it or its text is empty or `skip_bad` is set; else raises BadDocument."""
     if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
         raise BadDocument(path, number, reason)
     tally.skipped[reason] += 1
@@ -361,8 +361,8 @@ def read_lines(
 ) -> Iterator[tuple[int, bytes]]:
     """Yields (line number from 1, JSONL line without LF or CRLF); BadDocument if the file is damaged.
 
-    `start`, `end`: byte range to read, which must begin and end at line boundaries; not for streams. The
-    line at `start` has the number 1.
+    `start`, `end`: byte range to read, which must begin and end at line boundaries; only for plain
+    JSONL. The line at `start` has the number 1.
     """
     number = 0
     lines = raw_lines(path, text_field=text_field, rule=rule) if end is None else lines_in(path, start, end)

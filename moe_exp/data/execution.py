@@ -22,7 +22,7 @@ _REPORT_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Execution:
-    """Executor and resources of the tasks; they do not affect the results."""
+    """Executor and resources of the tasks; these settings do not affect the results."""
 
     executor: str = "local"  # or slurm or ray
     workers: int | None = None  # default: all cores available to this process; unlimited for SLURM and Ray
@@ -105,8 +105,8 @@ def _check_complete(before: Pass, *_: Any) -> Any:
 def in_turn(passes: Sequence[Pass]) -> list[Pass]:
     """Makes each pass start with a step that checks whether all tasks of the previous pass are complete.
 
-    Needed on SLURM: if a pass has several job arrays, the next pass waits only for the last one, although an
-    earlier one may have failed.
+    SLURM needs this: if a pass has several job arrays, the next pass waits only for the last array, although
+    an earlier array may have failed.
     """
     # the check is pickled with every task: without the pipeline of the pass it refers to
     after = []
@@ -160,8 +160,8 @@ def complete_files(paths: Sequence[Path], *, is_durable: bool = True) -> Iterato
     """Yields temporary paths to write to. When the `with` block ends without an error, renames the files to
     `paths`.
 
-    With `is_durable`, flushes each file to disk before renaming it. This is unnecessary if a later check
-    would detect lost data.
+    With `is_durable`, flushes each file to disk before renaming it. Flushing is unnecessary if a later
+    check would detect lost data.
     """
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ def run_stage_passes(
 
     Args:
         steps: maps the name of each step to its `CountingStep`. Every step reads all inputs of the stage.
-        working: folder where the tasks of step NAME publish their progress, in NAME/through.
+        working: folder for progress; the tasks of step NAME write theirs to its subfolder NAME/through.
     """
     logs, passes = stage.folder / "datatrove", list[Pass]()
     for key, (name, unit, run, num_tasks) in steps.items():
@@ -185,8 +185,8 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
     pass. `follows`: whether the last SLURM job of the previous step may submit this step (only once).
 
     Raises:
-        ValueError: sbatch fails, squeue does not answer, or this process runs in a SLURM job that must not
-            submit jobs.
+        ValueError: sbatch fails, squeue does not answer, or this process runs in a SLURM job that may not
+            submit this step (see `follows`).
     """
     jobs_file = passes[-1].folder / _JOBS
     if there := _jobs_there(passes[-1].folder):

@@ -129,7 +129,7 @@ def is_stream(path: Path) -> bool:
 
 
 def _has_values(path: Path) -> bool:
-    """Whether a .json file is an array or a multi-line object, not JSONL; raises one of `DAMAGE`."""
+    """Whether a .json file is an array or multi-line object, not JSONL; raises one of `DAMAGE` if damaged."""
     return ending(path) in JSON_FILES and bool(_JSON_VALUES.match(next(_file_chunks(path), b"")))
 
 
@@ -142,7 +142,7 @@ DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdDamage)
 
 
 def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
-    """Converts one of the `DAMAGE` exceptions to an error that names the line."""
+    """Converts an exception for a damaged file (see `DAMAGE`) to an error that names the line."""
     return BadDocument(path, line_number, f"the compressed file is damaged or ends early ({error})")
 
 
@@ -198,7 +198,7 @@ def read_chunks(path: Path, *, text_field: str = "text", rule: TextRule = FILES)
 
 
 def _file_chunks(path: Path, num_bytes: int = _CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields a file's decompressed content in chunks of up to `num_bytes` (1 MiB if compressed)."""
+    """Yields a file's decompressed content in chunks of up to `num_bytes`, or 1 MiB if it is compressed."""
     check_regular([path])
     with path.open("rb") as file:
         if not is_compressed(path):
@@ -210,7 +210,7 @@ def _file_chunks(path: Path, num_bytes: int = _CHUNK_BYTES) -> Iterator[bytes]:
 
 
 def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """Yields the content of an open .gz or .zst file in chunks of up to 1 MiB; raises one of `DAMAGE`."""
+    """Yields the content of a .gz or .zst file in chunks of up to 1 MiB; damage raises one of `DAMAGE`."""
     if ending(path).endswith(".gz"):
         with gzip.GzipFile(fileobj=file) as stream:
             yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
@@ -292,7 +292,7 @@ def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
 
 
 def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
-    """Splits `buffer` into complete documents and the remaining bytes."""
+    """Splits `buffer` into complete documents and, as the last item, the remaining bytes."""
     blanks = _BLANK_LINES.finditer(buffer) if rule.documents == "block" else ()
     bounds = [0, *(match.end() for match in blanks), len(buffer)]
     pieces, longest_bytes = [], rule.longest_bytes
@@ -313,7 +313,7 @@ def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
 
 
 def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:
-    """Decoded text, or "" if it is blank. `num_lines`: line where the document starts, for error messages."""
+    """Decoded text, or "" if it is blank. Errors count lines from `num_lines`, the document's first line."""
     if (place := document.find(b"\0")) >= 0:
         raise BadDocument(path, num_lines + document.count(b"\n", 0, place), _BINARY)
     try:
@@ -334,7 +334,7 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
     """Yields (number of rows before the batch, batch) for each record batch of a .parquet or .arrow file.
 
     Args:
-        path: the file; an .arrow file has Arrow's file format, or its stream format, which `datasets` uses.
+        path: the file; an .arrow file may also have Arrow's stream format, which the package `datasets` uses.
         text_field: required column; ValueError if it does not exist.
         columns: columns to read (default: all).
 

@@ -1,4 +1,4 @@
-"""Turns mixture.yaml into a datasheet and, for each source, token files and an effective weight.
+"""Makes token files and an effective weight for each source in mixture.yaml, and a datasheet.
 
 tokenizer: meta-llama/Llama-3.1-8B      # or vocab_size: 32000, to train one
 total_tokens: 20e9
@@ -126,7 +126,7 @@ def effective_weights(
 ) -> list[float]:
     """Returns each source's share of the training tokens, limited by its maximum number of epochs.
 
-    Tokens that a limited source lacks are divided among the other sources in proportion to their weights.
+    If a source reaches its limit, the other sources supply the missing tokens in proportion to their weights.
 
     Args:
         weights: requested relative weights.
@@ -227,7 +227,7 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
         vocab_size and tokenizer; None while SLURM jobs are active.
 
     Raises:
-        ValueError, OSError: see `prepare` and `tokenize_files`; also if the sources provide too few tokens.
+        ValueError, OSError: see `prepare` and `tokenize_files`; ValueError also if there are too few tokens.
     """
     mixture, preparations = mixing.mixture, mixing.preparations()
     tokenizer = mixing.tokenizer()

@@ -23,7 +23,7 @@ from moe_exp.host.files import bytes_text, ending, is_url
 
 
 def fitting_vocab_size(config: Config) -> int | None:
-    """VOCAB_SIZE to train a tokenizer on TRAIN_DATA; None if TOKENIZER is set or TRAIN_DATA has no text.
+    """VOCAB_SIZE for a tokenizer trained on TRAIN_DATA; None if TOKENIZER is set or TRAIN_DATA has no text.
 
     The result is a power of two from 512 to 32768, near 1/1000 of the text's size in bytes.
     """
@@ -74,7 +74,7 @@ def already_prepared(config: Config) -> Config | None:
 
 
 def prepared_by_launcher(config: Config) -> Config:
-    """`with_prepared_text` for a rank: the launcher's result if there is one, else a new preparation."""
+    """Like `with_prepared_text`, for a rank: returns the launcher's result, or prepares if there is none."""
     if not needs_preparation(config):
         return config
     # all ranks use what the launcher resolved, even if files have changed since
@@ -93,7 +93,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
     """Like `with_prepared_text`, but for an already trained run; prepares nothing.
 
     If files have changed or are missing, logs a warning and uses the newest preparation of the same text;
-    ValueError if there is no preparation. `trained`: required `tokenizer_fingerprint` of the tokenizer.
+    ValueError if there is no preparation. `trained`: fingerprint that the tokenizer must have (empty: any).
     """
     known = prepared_text.known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training
@@ -234,7 +234,7 @@ def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> l
         problems.append(config.problem(given[0][0], f"{rule}, so TOKENIZER is required", fix))
     if config.prepend_bos and not config.tokenizer:
         fix = "set TOKENIZER to a tokenizer with a BOS token, or omit PREPEND_BOS"
-        problems.append(config.problem("prepend_bos", "a tokenizer trained here has no BOS token", fix))
+        problems.append(config.problem("prepend_bos", "a tokenizer trained by the run has no BOS token", fix))
     others = [name for name in members if not is_text(name)]
     holds_out = not config.valid_data and not config.split
     if texts and others and holds_out and config.eval_interval:

@@ -64,7 +64,7 @@ class Preparation:
 
 
 def prepare(wanted: Preparation) -> dict[str, Any] | None:
-    """Runs all unfinished steps. Raises the errors of `download`, `convert` and `shuffle`.
+    """Runs the steps `download`, `convert` and `shuffle`, except finished ones, and raises their errors.
 
     Returns:
         The manifest of the shuffled shards; None while SLURM jobs are active.
@@ -121,7 +121,7 @@ def raw_folder(source: Source, wanted: Preparation) -> Path:
 
 
 def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
-    """Writes the source code of the standard library to a JSONL file, with paths as ids; returns its path."""
+    """Writes the source code of Python's standard library to a JSONL file (ids: paths); returns its path."""
     settings = {"python": platform.python_version()}
     with run_stage("embed", folder, settings=settings, inputs=[], start_over=start_over) as stage:
         path = stage.folder / "python_stdlib.jsonl"
@@ -146,8 +146,8 @@ def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
 
 
 def plan(wanted: Preparation) -> None:
-    """Prints what `prepare` would do; writes nothing. The estimate for data that are not downloaded yet uses
-    the registered size of the source.
+    """Prints what `prepare` would do; writes nothing. If the data are not downloaded yet, sizes and times
+    are estimated from the registered size of the source.
     """
     source = wanted.source()
     folder, shuffled = _checked_folders(source, wanted)
@@ -196,7 +196,7 @@ def _duration(folder: Path, seconds: float) -> str:
 
 
 def expected_bytes(inputs: Sequence[Path]) -> int:
-    """Estimates, from a sample, the total size of the files as JSONL; BadDocument if a file is damaged."""
+    """Estimates from a sample the size of all files as JSONL; raises BadDocument if a file is damaged."""
     sampled = inputs[:: max(1, len(inputs) // _NUM_SAMPLED)][:_NUM_SAMPLED]
     num_bytes = 0.0
     for path in sampled:

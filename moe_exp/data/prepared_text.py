@@ -1,4 +1,4 @@
-"""Tokenizes the text in data settings once, and stores the tokens in a folder under DATA_DIR.
+"""Tokenizes once the text that data settings name, and stores the tokens in a folder under DATA_DIR.
 
     DATA_DIR/NAME_1a2b3c4d/   train.bin .idx .manifest.json, valid.* with the held-out documents,
                               tokenizer/ if one was trained, text.json
@@ -134,12 +134,12 @@ def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
 
 
 def known_places(data_dir: Path) -> set[str]:
-    """Absolute paths and patterns of all prepared texts."""
+    """Absolute path or pattern that each prepared text was read from."""
     return {str(one.facts.get("source")) for one in _all_prepared(data_dir)}
 
 
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """Prepared data from files with the same names and sizes, and the same modification times or contents."""
+    """Prepared data whose files match those of `source` in name, size, and modification time or contents."""
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]
@@ -217,7 +217,7 @@ def _summary(made: Prepared) -> str:
 
 
 def _build_again(source: TextSource, folder: Path) -> Prepared:
-    """Builds the folder; resumes an interrupted build if its files match the present settings and texts."""
+    """Builds the folder; resumes an interrupted build if the files it left match the settings and texts."""
     work = folder.with_name(f"{folder.name}.partial")
     resumes = work.exists()
     try:

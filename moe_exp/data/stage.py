@@ -55,7 +55,7 @@ class CorpusStage:
 
         Args:
             outputs: files in the working folder to list in the manifest.
-            hashes: `file_hash` values that are already known, by output file.
+            hashes: for each output file whose `file_hash` is already known, this hash.
             facts: additional manifest entries.
         """
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
@@ -98,8 +98,8 @@ def run_stage(
     name: str, output: Path, *, settings: Mapping[str, Any], inputs: Iterable[Path], is_folder: bool = True,
     start_over: bool = False, mends_outputs: bool = False, suffixes: Sequence[str] = (),
 ) -> Iterator[CorpusStage]:  # fmt: skip
-    """Opens a step and yields it as `stage`. If `stage.manifest` is None, the block must write to
-    `stage.folder`.
+    """Opens a step and yields a CorpusStage, `stage`. If `stage.manifest` is None, the with block must
+    write to `stage.folder`.
 
     Files in `stage.folder` survive crashes and exceptions, and are available when the step is called again.
 
@@ -107,9 +107,9 @@ def run_stage(
         output: output folder, or with `is_folder=False` the output path without suffix.
         settings: everything that the outputs depend on, except the inputs, as JSON values.
         start_over: start from scratch, and replace an existing output when the new one is complete.
-        mends_outputs: whether the block itself restores missing files of a finished output.
-        suffixes: suffixes of the files next to OUTPUT; existing files are replaced only with `start_over` or
-            if this step created them.
+        mends_outputs: whether the with block itself restores missing files of a finished output.
+        suffixes: suffixes of the output files if OUTPUT is not a folder; existing files with these names are
+            replaced only with `start_over` or if this step created them.
 
     Raises:
         ValueError: if another process is working on the output, the output was created or started with other
@@ -171,7 +171,7 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If already locked, logs `waits` and waits, or raises ValueError if `waits` is ''."""
+    """Locks an output. If it is in use, logs the text `waits` and waits; ValueError if `waits` is ''."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
@@ -250,7 +250,7 @@ def is_stale(
 
 
 def is_older(output: Path, other: Path) -> bool:
-    """Whether OUTPUT's unfinished step (without one: its manifest) is older than the manifest of `other`."""
+    """Whether OUTPUT (its unfinished step, else its manifest) is older than the manifest of `other`."""
     output, made = _place(output), _place(other) / "manifest.json"
     begun = output.with_name(output.name + ".partial") / RUNNING
     newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)

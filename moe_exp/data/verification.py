@@ -77,9 +77,9 @@ def find_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path) -> Iterator[Finding]:
-    """Checks `path` against its manifest: sizes, hashes, token files, documents, and that no validation
-    document is in the training files. Raises ValueError if the manifest is missing or damaged or a line is
-    invalid.
+    """Checks `path` against its manifest: sizes, hashes, token files and documents. Also checks that no
+    validation document is in the training files. Raises ValueError if the manifest is missing or damaged, or
+    if a line of a JSONL file is invalid.
     """
     manifest, files = find_manifest(path), list[Finding]()
     num_bytes = sum(int(one["bytes"]) for one in manifest.outputs)
@@ -189,7 +189,7 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
 
 
 def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
-    """Compares two corpora (JSONL files or folders, or prefixes of .bin/.idx) as multisets of documents."""
+    """Compares two corpora, both JSONL (file or folder) or both .bin/.idx, as multisets of documents."""
     are_tokens = {not one.is_dir() and ending(one) not in JSON_SUFFIXES for one in (path, other)}
     if len(are_tokens) > 1:
         fix = "give two .bin/.idx prefixes, or JSONL for both"

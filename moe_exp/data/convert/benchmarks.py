@@ -99,8 +99,8 @@ def contamination_block(index_folder: Path) -> Any:
 
 
 def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> dict[str, Any]:
-    """Writes the benchmarks' n-grams, one file per task, as NGramsDecontIndexer does, but without lighteval.
-    Keeps an existing index, because running tasks may be reading it and a new one may need the network.
+    """Writes the benchmarks' n-grams, one file per task, like datatrove's indexer, but without lighteval.
+    Keeps an existing index: running tasks may be reading it, and building a new index may need the network.
 
     Returns:
         The totals `num_texts`, `num_ngrams` and `num_short` (texts of fewer than NGRAM_WORDS words, which

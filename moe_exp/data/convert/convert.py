@@ -1,9 +1,9 @@
 """Converts data files to JSONL chunks, with optional filters and deduplication. Fails if documents are lost.
 
 Each task of the datatrove pipeline reads every num_tasks-th input file; task 3, for example, writes
-`OUTPUT/NAME.chunk.00003.jsonl`. `OUTPUT/datatrove/` contains datatrove's completions, logs, stats and
-executor.json, and counts/ with a file for each task. An interrupted conversion can only be resumed with the
-same files and number of tasks.
+`OUTPUT/NAME.chunk.00003.jsonl`. `OUTPUT/datatrove/` contains datatrove's own files (completions, logs,
+stats, executor.json) and the folder counts/ with a file per task. An interrupted conversion can only be
+resumed with the same files and number of tasks.
 """
 
 import glob
@@ -37,7 +37,7 @@ _MOST_FINDERS = 64  # each opens a file of every task
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Settings of a conversion, which fails if a document lacks a metadata field that a filter needs.
+    """Settings of a conversion. It fails if a document lacks a metadata field that a filter needs.
 
     `dedup` keeps one copy of each text; its metadata field `duplicate_count` counts the removed copies.
     `decontaminate` drops documents that share 12 consecutive words with a text of the given benchmarks.
@@ -210,7 +210,7 @@ def _names_below(inputs: Sequence[Path]) -> tuple[str, list[str]]:
 def _publish(
     stage: CorpusStage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Compares the tasks' results with each other, the inputs and the files on disk; publishes the folder."""
+    """Checks the tasks' results against each other, the inputs and the files; then publishes the folder."""
     # a lost or repeated document would go unnoticed in a corpus: every count must agree
     names = [f"{task:05d}.json" for task in range(main.num_tasks)]
     of_tasks = [[read_json(folder / name, fix=MAKE_AGAIN) for folder in counted] for name in names]
@@ -219,7 +219,7 @@ def _publish(
     if sorted(name for passes in of_tasks for name in passes[0]["files"]) != _names_below(inputs)[1]:
         raise ValueError(f"{stage.folder}: the tasks did not read each input file exactly once. {fix}")
     if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
-        raise ValueError(f"{stage.folder}: its chunks are not those of tasks 0 to {len(outputs) - 1}. {fix}")
+        raise ValueError(f"{stage.folder}: must have one chunk for each task 0 to {len(outputs) - 1}. {fix}")
     for path, passes in zip(outputs, of_tasks, strict=True):
         found, written = path.stat().st_size, passes[-1]["bytes"]
         if found != written:

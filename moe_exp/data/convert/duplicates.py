@@ -51,7 +51,7 @@ def run_block(build: Callable[[], Any], data: Any, rank: int, world_size: int) -
 
 
 def exact_block(name: str, *folders: str, **options: Any) -> Any:
-    """Builds datatrove's ExactDedupSignature, ExactFindDedups or ExactDedupFilter.
+    """Builds the datatrove block `name`: ExactDedupSignature, ExactFindDedups or ExactDedupFilter.
 
     The 64-bit hashes of n different texts collide with probability n^2 / 2^65: 3e-6 for ten million
     documents, 0.03 for a billion.
@@ -216,7 +216,7 @@ def near_filter(folder: str) -> Any:
 
 @dataclass
 class NearDuplicateFilter(Filter):
-    """Filter that runs `near_filter`; its samples show clusters, not single documents."""
+    """Filter that runs `near_filter`; its samples for the user show clusters, not single documents."""
 
     folder: str
 

@@ -108,7 +108,7 @@ class Counts(Counted):
     samples: list[dict[str, Any]] = field(default_factory=list)  # some of the dropped documents
 
     def check(self, who: str) -> None:
-        """Raises ValueError unless the texts dropped and written add up to the texts read, edits aside."""
+        """Raises ValueError unless the dropped and written texts, before edits, add up to the texts read."""
         # an edited document enters as its old text and leaves as its new one
         before = reduce(iadd, (self.read, *(new for _, new in self.edited.values())), Tally())
         old = (tally for tally, _ in self.edited.values())
@@ -136,7 +136,7 @@ class Counts(Counted):
         return self
 
     def then(self, following: "Counts") -> "Counts":
-        """Combines the counts of two passes; ValueError if the second did not read what the first wrote."""
+        """Combines counts of two passes; raises ValueError if the second did not read the first's output."""
         for what in TALLIED:
             if getattr(self.written, what) != getattr(following.read, what):
                 rule = "differs between the output of a pass and the input of the next"
@@ -156,7 +156,7 @@ def filter_by(keeps: Callable[[Any], Any]) -> Any:
 def has_field(
     document: Any, field: str, *, allowed: Sequence[str] | None = None, minimum: float | None = None
 ) -> bool:
-    """Whether a metadata field has one of the `allowed` values, or is a number of at least `minimum`."""
+    """Whether a metadata field is one of the `allowed` values or, without `allowed`, at least `minimum`."""
     value, fix = document.metadata.get(field), "omit this filter"
     if value is None:
         raise input_error(field, f"document {document.id} has no field {field!r}", fix)
@@ -227,7 +227,7 @@ class NamedFilter:
     """A filter that users select by name.
 
     `options` are arguments of the datatrove block. The filter `language` has the options languages, threshold
-    (default: 0.65) and model, a fastText model file (without it, py3langid is used).
+    (default: 0.65) and model. The last is a fastText model file; without it, py3langid is used.
     """
 
     name: str  # one of `NAMES`
@@ -235,7 +235,7 @@ class NamedFilter:
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> "NamedFilter":
-        """Parses NAME or {NAME: options} from a command line or YAML file; ValueError if it is invalid."""
+        """Parses NAME or {NAME: options} from a command line or YAML file; raises ValueError if invalid."""
         import yaml
 
         value: Any = given

@@ -1,8 +1,8 @@
 """First and last steps of a datatrove pipeline: a reader and a writer whose counts reveal lost documents.
 
 A datatrove step is any callable that takes documents, rank and world size. These steps, and the filters
-between them, are plain classes that can be pickled; they create datatrove's own objects in the process that
-runs them.
+between them, are plain classes that can be pickled; they create datatrove's own objects only in the
+process that runs the pipeline.
 """
 
 import base64
@@ -89,7 +89,7 @@ def read_rows(
     path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False,
     advance: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Like `read_objects`, for the rows of a Parquet or Arrow file. Also raises the errors of `read_table`.
+    """Yields rows of a Parquet or Arrow file; options and errors as in `read_objects` and `read_table`.
     After every batch, `advance` is called with the batch's approximate size in the file.
     """
     odd: list[str] | None = None

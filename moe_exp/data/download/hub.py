@@ -47,16 +47,16 @@ def download(
 ) -> list[Path]:  # fmt: skip
     """Downloads the data files of a source into `folder` and returns their sorted paths.
 
-    Repeat the call to resume it at the same commit. If all files are present, no request is sent. The token
-    (HF_TOKEN or `hf auth login`) and the server (HF_ENDPOINT) are set as for huggingface_hub. Local files are
-    not copied.
+    Repeat the call to resume the download at the same commit. If all files are present, no request is sent.
+    The token (HF_TOKEN or `hf auth login`) and the server (HF_ENDPOINT) are set as for huggingface_hub. The
+    files of a local source are not copied.
 
     Args:
         source: source to download; the embedded standard library has no files to download.
-        folder: destination of manifest.json and of the files, which keep their names in the repository.
+        folder: destination of manifest.json and of the files, which have the same names as in the repository.
         dry_run: print the remaining work, write nothing and return the expected paths.
         start_over: download everything again, at the commit that the revision now refers to.
-        max_failures: give up after this many consecutive failures without a newly completed file.
+        max_failures: give up after this many consecutive failures if no file was completed between them.
         bytes_per_second: assumed network speed for the estimate of `dry_run`.
 
     Raises:
@@ -109,7 +109,7 @@ def download(
 
 
 def download_model(source: Source, parent: Path, check: Callable[[Path], object]) -> tuple[Path, str]:
-    """Downloads a model to `parent/OWNER--NAME@REVISION`; repeat the call to resume it at the same commit.
+    """Downloads a model to `parent/OWNER--NAME@REVISION`; a repeated call continues at the same commit.
 
     First downloads only config.json and calls `check` with its folder, then downloads all other files.
     Returns the folder and `hf://OWNER/NAME@COMMIT`. Raises the errors of `download` and `check`.
@@ -160,7 +160,7 @@ def _plan(
     source: Source, folder: Path, settings: dict[str, Any] | None, list_now: Callable[[], Listing],
     bytes_per_second: float,
 ) -> list[Path]:  # fmt: skip
-    """Prints what remains to download; returns all paths. With `settings`, looks for an earlier download."""
+    """Prints what remains to download; returns all paths. Without `settings`, ignores earlier downloads."""
     listing, place, server = None, folder, source.url or endpoint()
     if settings is not None:  # a finished or interrupted download has stored its listing
         begun_folder = folder.with_name(folder.name + ".partial")
@@ -284,7 +284,7 @@ def _hash_file(path: Path, listed: StoredFile) -> _Hashes | None:
 
 
 def endpoint() -> str:
-    """URL of the Hub, from the current HF_ENDPOINT; huggingface_hub itself reads it only at import."""
+    """URL of the Hub from the current HF_ENDPOINT; huggingface_hub reads this variable only when imported."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
@@ -299,7 +299,7 @@ def _check_online(why: str) -> None:
 def _asked(
     action: Callable[[], T], source: Source, max_failures: int, num_left: Callable[[], int] = lambda: 0
 ) -> T:
-    """Runs an action that sends requests to the Hub: retries temporary failures, raises one-line errors."""
+    """Runs an action that sends requests to the Hub; retries temporary failures; raises one-line errors."""
 
     def limit_of(error: Exception) -> int | None:
         is_unreachable = _response(error) is None and names_of(error) & _UNREACHABLE

@@ -63,7 +63,7 @@ class Source:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the source is the standard library."""
+        """Whether this is the standard library, part of the embedded corpus."""
         return self.repository is None and self.path is None and not self.url
 
 
@@ -150,12 +150,12 @@ def local_files(source: Source) -> list[Path]:
 
 
 def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -> list[str]:
-    """Sorted names that match any pattern; if there are no patterns, the data files that `data_among` finds.
+    """Sorted names that match any pattern; if there are no patterns, the names of the data files.
 
     Args:
         sizes: maps each file's name to its size in bytes.
-        patterns: name patterns. If a pattern matches both record files and text files, its text files are
-            ignored.
+        patterns: name patterns. If a pattern matches both record files (JSON and tables) and text files,
+            its text files are ignored.
         where: folder or URL, for messages.
     """
     # Only a few for error messages: a folder may have a million files.
@@ -203,8 +203,8 @@ def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -
 
 
 def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:
-    """Raises ValueError if a listed path is outside the download folder, is a parent folder of another one,
-    or is `reserved` for files that the download itself writes.
+    """Raises ValueError if a listed path is outside the download folder, is also the folder of another path,
+    or begins with a `reserved` name, which the download itself uses.
     """
     known, fix = set(names), "exclude it with --pattern, or choose another dataset"
     for name in names:

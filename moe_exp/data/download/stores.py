@@ -117,7 +117,7 @@ def list_store(source: Source) -> Listing:
 
 
 def push(path: Path, url: str) -> str:
-    """Uploads a finished output to a store; repeat the call to resume it.
+    """Uploads a finished output to a store. To resume an interrupted upload, repeat the call.
 
     Args:
         path: folder with manifest.json, or prefix of token files.
@@ -148,10 +148,10 @@ def push(path: Path, url: str) -> str:
 
 
 def pull(url: str, folder: Path) -> list[Path]:
-    """Downloads an output uploaded by `push` and verifies its hashes; repeat the call to resume it.
+    """Downloads an output uploaded by `push` and verifies its hashes; a repeated call resumes the download.
 
     Args:
-        url: folder in the store, or prefix of token files in it.
+        url: URL of a folder, or of a prefix of token files, in the store.
         folder: destination of the files and their manifest.
 
     Raises:

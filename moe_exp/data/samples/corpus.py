@@ -142,9 +142,9 @@ def shuffled(size: int, key: int) -> Int64Array:
 def permuted(index: int, size: int, key: int) -> int:
     """Image of `index` under a keyed permutation of range(size), computed without a table.
 
-    Applies a Feistel network on the range up to the next power of four until the result is below `size`,
-    which takes fewer than four steps on average (cycle-walking; Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains").
+    Applies a Feistel network on the range up to the next power of four, and applies it again until the result
+    is below `size`. On average, it is applied fewer than four times (cycle-walking; Black and Rogaway 2002,
+    "Ciphers with arbitrary finite domains").
     """
     half_bits = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1
@@ -168,8 +168,8 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class Item(NamedTuple):
-    """Pieces of one length in a group's samples: each sample contains `each` of them, and `first` is the
-    index of the group's first such piece among all pieces of this length.
+    """Pieces of one length in a group of samples. Each sample contains `each` pieces of this length. All
+    pieces of this length are numbered, and those of the group begin at number `first`.
     """
 
     length: int
@@ -221,12 +221,12 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
 
 
 class PackedCorpus(Corpus):
-    """Windows of whole documents, padded with end-of-document tokens. Needs 16 bytes more than
-    `Corpus` per document and cached epoch.
+    """Windows of whole documents, padded with end-of-document tokens. For each document
+    and cached epoch, it needs 16 bytes more than `Corpus`.
 
-    Documents longer than a window are cut into pieces. In each epoch, each token of a piece except the last
-    token is used as an input exactly once. A piece's last token is also the first token of the document's
-    next piece, if any. Documents of one token are omitted.
+    Only documents longer than a window are cut into pieces. In each epoch, every token of a piece except its
+    last is used as an input exactly once. A piece's last token is also the first token of the document's next
+    piece, if any. Documents of one token are omitted.
     """
 
     def _count_windows(self, files: TokenFiles) -> int:

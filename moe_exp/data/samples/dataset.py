@@ -2,7 +2,7 @@
 
 Here, sample i depends only on the files, the sequence length, the seed and i; no index is stored on disk.
 Megatron's GPTDataset instead shuffles all samples of a run, so extending a run changes the data order;
-`megatron_dataset.py` reproduces that order.
+`megatron_dataset.py` reproduces the order of GPTDataset.
 
 Shape suffixes: B samples, S = seq_len input tokens, S1 = S + 1 (with the last label).
 """
@@ -72,10 +72,10 @@ class SampleStream:
     In each epoch of a file, the documents are shuffled and concatenated, then cut into windows of `seq_len`
     tokens; the windows are shuffled too. A sample is a window plus the next token, which is the last label.
     Except for a remainder shorter than a window, every token is the input of exactly one sample per epoch.
-    Each file of a blend has its own epochs (see `blend_position`).
+    Each file of a blend has its own epochs (`blend_position` chooses the file).
 
-    Sample numbers always count samples of the first stage's length: in a stage whose samples are F times
-    longer, each sample covers F numbers.
+    Samples are numbered in units of the first stage's sample length (see `add_stage`): a sample that is F
+    times longer covers F consecutive numbers.
 
     Args:
         blend: (weight, prefix) pairs from `parse_blend`; weights are relative.
@@ -156,7 +156,7 @@ class SampleStream:
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples with the numbers [first, first + count): int64 token ids [count/F, S1], because each sample
-        covers F numbers (see the class). Raises ValueError if these are not whole samples of one stage.
+        covers F numbers (see the class). Raises ValueError if the range cuts a sample or spans two stages.
         """
         number, seq_len, _ = self.stage_at(first)
         # A longer sample covers several numbers.
@@ -187,8 +187,8 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
 def content_of(prefixes: Sequence[str]) -> str:
     """Hash (16 hex digits) of all tokens if they take at most 64 MiB, else of evenly spaced 16 KiB blocks.
 
-    Detects every changed range longer than 1/4096 of the total size; `moe-exp data verify` reads all data.
-    Takes about 0.1 s for 64 MiB on a local disk.
+    Detects every changed range longer than 1/4096 of the total size; for shorter ones, use
+    `moe-exp data verify` (it reads all data). Takes about 0.1 s for 64 MiB on a local disk.
     """
     sizes = [bin_bytes(prefix) or 0 for prefix in prefixes]
     step = max(_BLOCK_BYTES, sum(sizes) // _NUM_BLOCKS)
@@ -205,10 +205,10 @@ def content_of(prefixes: Sequence[str]) -> str:
 
 
 def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
-    """Dataset from which sample `index` of a blend comes, and how many earlier samples come from it.
+    """Returns which dataset sample `index` of a blend comes from, and how many earlier samples come from it.
 
     The datasets are the leaves of a binary tree. Of the n samples that reach a node, round(n * p) go to the
-    left subtree, where p is that subtree's share of the node's weight; this closed form does not depend on
+    left subtree, where p is that subtree's share of the node's weight; so the result does not depend on
     earlier calls. Rounding adds at most 1/2 per level, so each of K datasets is always within ceil(log2 K) /
     2 samples of its share. Integer weights make the computation exact.
     """
@@ -275,8 +275,8 @@ def future_batch(
     Returns:
         `future_tokens`, int64 [B, S, K+1]: the tokens 1 to K+1 positions ahead, 0 beyond the sample. Layer k
         reads the token k positions ahead and predicts the token k+1 positions ahead. `future_mask`, float32
-        [B, S, K]: for position i and layer k, 1 if the predicted token exists and counts in `loss_mask`, and
-        the tokens at positions i and i+k are in the same document according to `position_ids`.
+        [B, S, K]: 1 for position i and layer k if the predicted token exists, if it counts in `loss_mask`,
+        and if the tokens at i and i+k are in the same document according to `position_ids`.
     """
     num_tokens = batch["tokens"].size(1)
     ahead = torch.nn.functional.pad(tokens_BS1[:, 1:], (0, depth)).to(batch["tokens"].device)
@@ -289,15 +289,15 @@ def future_batch(
 
 
 def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
-    """Mask of padding inputs, bool [B, S] (DOCUMENT_PACKING=best_fit): all trailing end-of-document tokens of
-    a sample except the first, which ends the sample's last document.
+    """Mask of padding inputs, bool [B, S] (DOCUMENT_PACKING=best_fit): true for the end-of-document tokens at
+    the end of a sample, except the first of them, which ends the sample's last document.
     """
     at_end_BS1 = (tokens_BS1 == eod_id).flip(1).cumprod(dim=1).flip(1).bool()
     return torch.nn.functional.pad(at_end_BS1[:, :-2], (1, 0))
 
 
 def context_part(batch: Mapping[str, torch.Tensor], ranges: tuple[Range, ...]) -> dict[str, torch.Tensor]:
-    """Cuts each tensor [B, S] of a batch to a context-parallel rank's `ranges`: to [B, S/C] with C ranks."""
+    """Selects a context-parallel rank's `ranges` from a batch's tensors [B, S]: [B, S/C] with C ranks."""
     if len(ranges) == 1:
         return dict(batch)
     return {
@@ -325,7 +325,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
-    """Index of consumed sample `consumed` (from 0) in the stream, which also contains the skipped samples.
+    """Stream index of consumed sample number `consumed` (from 0); the stream also contains skipped samples.
     `skipped`: result of `merged`.
     """
     for first, end in skipped:
@@ -345,7 +345,7 @@ def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
     """Ranges to skip after a resume: all of `saved` (from the checkpoint), and `wanted` (requested by the
-    run) without the samples before the checkpoint's position. These were skipped only if `saved` has them.
+    run) from the checkpoint's position on. Earlier samples were skipped only if they are in `saved`.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.
@@ -356,8 +356,8 @@ def skipped_from(
 class SkippingSamples:
     """The samples of `samples` outside of the `skipped` ranges, numbered in order of consumption.
 
-    `length`: number of samples of a finite stream (Megatron's order); None for an endless stream. A finite
-    stream repeats its first samples at the end to make up for the skipped ones.
+    `length`: number of samples of a finite stream (as in Megatron's order); None for an endless stream. A
+    finite stream repeats its first samples at the end to make up for the skipped ones.
     """
 
     def __init__(self, samples: Samples, skipped: Iterable[Sequence[int]], length: int | None = None):

@@ -51,8 +51,8 @@ class MegatronSamples:
         return DataStage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
-        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError after the last sample, because a
-        longer run has a different order of all samples.
+        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError after the last sample, because in
+        a longer run all samples have a different order.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"

@@ -75,7 +75,7 @@ class SampleOrder:
 
 
 def order_of_files(config: Config) -> SampleOrder | None:
-    """Sample order for `config` and its token files; None if the embedded corpus does not exist yet."""
+    """Sample order for `config` and its token files; None if the embedded corpus is needed but not built."""
     blend = config.train_data
     if not blend:
         if not (embedded_folder(Path(config.data_dir)) / "manifest.json").is_file():
@@ -127,8 +127,8 @@ class Change:
 def order_changes(
     config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str, next_sample: int
 ) -> list[Change]:
-    """Differences between the sample order of `config` (`order`) and that of a checkpoint (`saved`, see
-    `SampleOrder.facts`); empty if training can resume.
+    """Differences between `order`, the sample order of `config`, and `saved`, a checkpoint's facts from
+    `SampleOrder.facts`; empty if training can resume.
 
     Ignores facts that `saved` does not contain, and stages that begin at or after `next_sample`, the first
     sample after the checkpoint.
@@ -186,8 +186,8 @@ def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> tuple[Config, list[str], tuple[dataset.Range, ...]]:
     """Moves the starts of stages, which are set in tokens, to batch boundaries. Returns the config, one
-    message per moved stage, and the stream ranges to skip. `progress`: facts in the checkpoint; empty if
-    training starts at iteration 0.
+    message per moved stage, and the ranges of the sample stream to skip. `progress`: facts in the checkpoint;
+    empty if training starts at iteration 0.
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
     skipped = dataset.skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)
@@ -223,7 +223,7 @@ def _shown(value: Any) -> str:
 
 
 def _manifest(train_data: str) -> str | None:
-    """Hash (16 hex digits) of all file hashes in the manifests; None if one of them is missing."""
+    """Hash (16 hex digits) of all file hashes in the manifests; None if a file's hash is missing."""
     digest = hashlib.blake2b(digest_size=8)
     for _, prefix in parse_blend(train_data) if train_data else []:
         listed = manifest_of(prefix).get("outputs")

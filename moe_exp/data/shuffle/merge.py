@@ -1,7 +1,7 @@
 """Merges the shards of a folder, except its validation file, into one JSONL file.
 
 Shards written by `shuffle` are copied, and must match the shuffle's manifest. In folders without such a
-manifest, documents are checked one by one and written without BOM and CR, each followed by LF.
+manifest, documents are checked one by one. They are written without BOM and CR, and each ends with LF.
 """
 
 from collections.abc import Iterator, Mapping

@@ -3,12 +3,12 @@
 Every document gets a 64-bit key, computed from the seed and the document's number among all input documents.
 The shuffled order is the order of the keys, so it does not depend on buckets or memory. No two keys are
 equal, because splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014)
-maps different counters to different keys.
+maps different document numbers to different keys.
 
 A document's key depends on how many documents precede it, so `index` first finds, checks and hashes all
 documents. `scatter` then reads the inputs in blocks, sorts the lines of each block by bucket, and appends the
-lines to one file and their records (keys and sizes) to another. A bucket holds only training or only
-validation documents, and their keys are in one range. If there is only one task, it does both passes at once
+lines to one file and their records (keys and sizes) to another. A bucket holds either training or validation
+documents, with keys from one range. If there is only one task, it does both passes at once
 (`index_and_scatter`).
 
     indexed/      00003.documents   00003.json
@@ -70,7 +70,7 @@ def mix(values: Keys) -> Keys:
 
 
 def document_keys(seed: int, first: int, count: int) -> Keys:
-    """Keys of `count` documents from document number `first` on: splitmix64, seeded with a hash of `seed`."""
+    """Keys of `count` documents from document number `first` on, by splitmix64 with a hash of `seed`."""
     # A counter with increment _GAMMA, so that any key can be computed without the preceding ones.
     start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
     return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
@@ -84,7 +84,7 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 @dataclass
 class ValidTally(Counted):
-    """Counts validation documents: `text_choices` below `threshold` or, if none are, the smallest value."""
+    """Counts documents with `text_choices` below `threshold` or, if none has, with the smallest value."""
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
@@ -120,7 +120,7 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets with which a bucket's segment of a block is still worth its own read."""
+    """Maximum number of buckets; with more, a bucket's segment of a block would be too small for a read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 
@@ -243,7 +243,7 @@ class _Found:
 
 
 def index(job: TaskShuffle, rank: int) -> int:
-    """First pass: records position and `text_choices` of each document of a task; returns the count."""
+    """First pass: records position and `text_choices` of each document of a task; returns their number."""
     found = _Found(job, rank)
     with complete_files([job.place("indexed", rank, ".documents")]) as (path,), path.open("wb") as file:
         for documents, _, _ in found.blocks(_BLOCK_BYTES):
@@ -294,7 +294,7 @@ def index_and_scatter(job: TaskShuffle) -> int:
 
 
 def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: Iterator[_Block]) -> int:
-    """Copies the lines of blocks. `first`: number of the blocks' first document among all documents."""
+    """Copies `blocks`, each sorted by bucket. `first`: number of their first document among all documents."""
     num_documents, written = 0, np.zeros(2, dtype=np.int64)
     paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
     total = np.zeros((buckets.number, 2), dtype=np.int64)

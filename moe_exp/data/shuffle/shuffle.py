@@ -1,4 +1,4 @@
-"""Global shuffle: document files -> shards in random order and a validation file, within a memory budget.
+"""Shuffles the documents of all inputs into shards and a validation file, within a memory budget.
 
 The output bytes depend only on the seed, the inputs and their order, not on memory, number of tasks, machine
 or interruptions. Shards are ranges of the shuffled order and differ in size by at most one document. A
@@ -46,7 +46,7 @@ _MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
 class Memory(NamedTuple):
     """How a memory budget is divided: `longest_bytes` limits the read buffer and the length of a line
-    (parsing takes six times the line's length), `piece_bytes` limits the documents that are sorted at once.
+    (parsing takes six times the line's length), and `piece_bytes` the size of documents sorted at once.
     The budget does not include the interpreter (about 45 MB).
     """
 
@@ -82,7 +82,7 @@ def shuffle_documents(
             process).
         execution: where the tasks run (default: this machine).
         seed: random seed that determines the order and the validation documents.
-        num_shards: number of training files; some are empty if there are fewer documents.
+        num_shards: number of training files; some are empty if there are fewer documents than files.
         valid_fraction: fraction of distinct texts held out for validation (at least one text).
         memory_bytes: memory budget of each task. Default: a quarter of the free memory of this machine or
             container, shared by the tasks; on a cluster, most of the memory of the task's job.
@@ -134,7 +134,7 @@ def shuffle_documents(
 
 
 def _default_memory(execution: Execution, tasks: int) -> int:
-    """Memory budget of a task: a share of the free memory here, or most of the memory of its cluster job."""
+    """Memory budget of a task: a share of this machine's free memory, or of the memory of its cluster job."""
     if execution.executor == "local":
         all_bytes = available_memory_bytes() // 4
         return max(SMALLEST_MEMORY_BYTES, all_bytes // min(tasks, num_workers(execution)))
@@ -216,7 +216,7 @@ def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> 
 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
-    """Estimates sizes (`line_bytes`: of decompressed inputs), number of buckets and seconds of a shuffle."""
+    """Estimates sizes, buckets and seconds of a shuffle; `line_bytes` is the size of decompressed inputs."""
     memory_bytes = memory_bytes or _default_memory(Execution(), 1)
     piece_bytes = Memory.of(memory_bytes).piece_bytes
     line_bytes = estimate_line_bytes(inputs)

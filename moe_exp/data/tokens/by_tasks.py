@@ -1,5 +1,6 @@
 """Tokenization with datatrove's executors, on one or many machines; the output bytes are the same as with one
-process. Until the files are published, the tokens are stored on disk twice. Files per part, and per task:
+process. Until the files are published, the tokens are stored on disk twice.
+Files per part (three) and per task (two):
 
     part.000012.bin  .lengths  .json        made/00003.json        joined/00003.json
 """
@@ -42,7 +43,7 @@ class TaskTokens:
     block_bytes: int
 
     def begin(self, jobs_folder: Path) -> None:
-        """Records the number of tasks and the block size. If one of them has changed, all tasks run again."""
+        """Records the number of tasks and the block size. If the old record differs, all tasks run again."""
         path, facts = self.folder / TASKS, {"tasks": self.num_tasks, "block_bytes": self.block_bytes}
         if path.exists() and read_json(path, fix=MAKE_AGAIN) != facts:
             check_no_jobs(jobs_folder)
@@ -94,7 +95,7 @@ class _Placed(NamedTuple):
 
 
 def join_parts(job: TaskTokens, rank: int) -> int:
-    """Second pass: verifies parts and writes a task's blocks of the .bin; returns the number of bytes."""
+    """Second pass: checks parts and writes a task's blocks of the .bin file; returns their size in bytes."""
     made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
     bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
     found = zip(job.parts, made, bounds, strict=True)

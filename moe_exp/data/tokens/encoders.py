@@ -2,9 +2,9 @@
 
 gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
 and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether such a
-difference changes the ids depends on the merges, so testing a sample of texts is not enough. Therefore each
-non-ASCII character is encoded once with a vocabulary that reveals the splits. The tokenizer's own package
-encodes every document that contains a character with different splits.
+difference changes the ids depends on the merges, so testing a sample of texts is not enough. Therefore both
+packages encode each non-ASCII character once with a vocabulary whose ids show where the text is split. The
+tokenizer's own package encodes every document with a character that the two packages split differently.
 """
 
 import os
@@ -103,7 +103,7 @@ def one_thread() -> Iterator[None]:
 def choose_backend(
     tokenizer: TextTokenizer, requested: str, sample: Sequence[str]
 ) -> tuple[str, str, Encoder]:
-    """Chooses the backend: gigatoken, or `tokenizers`, which stands for the package that defines the
+    """Chooses the backend: gigatoken, or `tokenizers`, which here means whichever package defines the
     tokenizer. Returns the backend, the reason for it, and the encoder.
 
     `auto` uses gigatoken if it is installed, can load the tokenizer, and returns the same ids as the
@@ -154,7 +154,7 @@ def find_differences(encoder: Encoder, reference: Encoder, texts: Sequence[str])
 
 
 def own_package(tokenizer: TextTokenizer) -> Encoder:
-    """Encoder of the package that defines the tokenizer. It runs in the calling thread, see `one_thread`."""
+    """Encoder of the package that defines the tokenizer. Inside `one_thread` it uses no other threads."""
     backend = tokenizer.processor()
     if tokenizer.kind == "huggingface":
         backend.encode_special_tokens = not tokenizer.allow_special
@@ -201,7 +201,7 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
 
 
 def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
-    """Copy of the tokenizer with a vocabulary that reveals splits; None if it is not a byte-level BPE."""
+    """Copy of the tokenizer with a vocabulary whose ids show the splits; None if it is not byte-level BPE."""
     content = orjson.loads(tokenizer.content) if tokenizer.kind == "huggingface" else {}
     if b'"ByteLevel"' not in orjson.dumps(content.get("pre_tokenizer")) or content["model"]["type"] != "BPE":
         return None

@@ -130,7 +130,7 @@ def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int 
 
 
 def with_document_tokens(config: Config, blend: str) -> Config:
-    """Returns `config`; if DOCUMENT_MASK needs DOCUMENT_TOKENS and it is unset, computes it from `blend`."""
+    """Returns `config`; with DOCUMENT_MASK, computes DOCUMENT_TOKENS from `blend` unless already set."""
     if not config.document_mask or config.document_tokens or not blend:
         return config
     weights, prefixes = zip(*parse_blend(blend), strict=True)

@@ -1,4 +1,4 @@
-"""Tokenized parts of the inputs (tokens, document lengths and counts), and the file that joins the parts."""
+"""Tokenizes parts of the inputs into tokens, document lengths and counts, and joins the parts in one file."""
 
 import os
 import random
@@ -75,7 +75,7 @@ def default_part_bytes(paths: Sequence[Path]) -> int:
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Splits plain JSONL files into parts of `part_bytes`; any other file is one part; skips empty files."""
+    """Splits plain JSONL files into parts of `part_bytes`; any other file is one part. Skips empty files."""
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
@@ -102,7 +102,7 @@ class PartSettings:
             raise setting_error("append_eod", True, rule, "set one with --eod-token")
 
     def facts(self) -> dict[str, Any]:
-        """Manifest entries: everything that determines the tokens."""
+        """Manifest entries for everything that determines the tokens."""
         given = {"json_key": self.json_key, "append_eod": self.append_eod, "skip_bad": self.skip_bad}
         return {"tokenizer": self.tokenizer.facts()} | given | self.rule.facts()
 
@@ -237,7 +237,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Excerpts to compare: first document, random documents, and the first ones with unusual characters."""
+    """Excerpts for comparing encoders: first document, random ones, and the first with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)
@@ -262,12 +262,12 @@ class _Sample:
 
 
 def is_complete(part: Part, folder: Path) -> bool:
-    """Whether a part is complete, even if its .bin has already been appended to the joined file."""
+    """Whether a part is complete; stays true after its .bin is appended to the joined file and removed."""
     return (folder / f"{part.stem}.json").is_file()
 
 
 class JoinedParts:
-    """The file to which the parts in a folder are appended in order. `resume` continues an earlier call.
+    """The file to which the parts in a folder are appended in order. `resume` continues an interrupted run.
 
     Parts are joined while later parts are still being made. A joined part's own .bin is removed, so that the
     tokens are stored only once. After a crash, the file is checked against the hashes of the parts.
@@ -287,7 +287,7 @@ class JoinedParts:
             self._published.replace(self.bin_path)
 
     def resume(self) -> None:
-        """Keeps the joined parts of an earlier call up to the first damaged one."""
+        """Keeps the parts that an earlier call joined and that precede the first damaged one."""
         joined_path, num_joined = self.folder / JOINED, 0
         if joined_path.exists():
             self.take_back()
@@ -310,7 +310,7 @@ class JoinedParts:
                 (self.folder / f"{part.stem}.json").unlink(missing_ok=True)
 
     def append_complete(self) -> None:
-        """Appends the next parts up to the first incomplete one; raises ValueError if a part was damaged."""
+        """Appends the next parts until one is incomplete; raises ValueError if a part was damaged."""
         for part in self.parts[self.num_parts :]:
             if not is_complete(part, self.folder):
                 break

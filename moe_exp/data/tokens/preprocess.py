@@ -76,7 +76,7 @@ def tokenize_documents(
             stored on disk twice until the files are published. Default: no tasks, but worker processes on
             this machine.
         execution: where the tasks run (default: this machine).
-        backend: auto, gigatoken, or tokenizers, which stands for the package that defines the tokenizer.
+        backend: auto, gigatoken, or tokenizers (the package that defines the tokenizer).
         start_over: replace existing files.
         part_bytes: input size per part (default: `default_part_bytes`).
         block_bytes: size of the blocks of the .bin; each block is copied and hashed by one task. If there are
@@ -286,7 +286,7 @@ def dry_run(
 
 
 def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: TextRule = FILES) -> list[str]:
-    """Sample documents from the start and middle of a few inputs, without invalid lines."""
+    """Returns sample documents from the start and middle of a few inputs, without invalid lines."""
     num_files = min(len(inputs), _SAMPLED_PLACES)
     parts = [
         Slice(path, 0, None) if is_stream(path) else Slice(path, start, path.stat().st_size)
@@ -332,7 +332,7 @@ def _ranges(prefix: Path, index: token_files.Index) -> Iterator[tuple[int, int]]
 
 
 def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
-    """Joins token files, also of other programs, in the order of `prefixes`; returns the manifest.
+    """Joins token files, even if other programs wrote them, in the order of `prefixes`; returns the manifest.
 
     Raises:
         ValueError: if a file is missing or damaged, dtypes differ, or `output` is one of `prefixes`.

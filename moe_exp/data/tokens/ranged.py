@@ -1,4 +1,4 @@
-"""Token files in an object store: the index is copied, token blocks are read and cached on demand.
+"""Token files in an object store: the index is copied; token blocks are read on demand and cached.
 
     DATA_DIR/remote/NAME_1a2b3c4d/
         NAME.idx NAME.manifest.json    copies
@@ -112,7 +112,7 @@ def ensure_index(url: str, data_dir: Path) -> str:
 
 
 def _remote_of(prefix: str | Path) -> _Remote | None:
-    """The file in a store that contains a prefix's tokens; None if the tokens are local or missing."""
+    """Describes the stored file with a prefix's tokens; None if the tokens are local or missing."""
     path = Path(f"{prefix}.remote.json")
     is_remote = path.is_file() and not Path(f"{prefix}.bin").is_file()
     return _Remote(**read_json(path, fix="remove its folder")) if is_remote else None

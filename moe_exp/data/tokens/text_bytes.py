@@ -1,6 +1,6 @@
 """Number of UTF-8 text bytes per token, which makes losses of different tokenizers comparable.
 
-Byte counts are looked up in a table (two counts per token), without decoding the tokens, so counts are exact
+Tokens are not decoded: their byte counts come from a table (two counts per token). Counts are therefore exact
 even if a text is cut within a character. If the tokenizer is lossless, the byte counts of a document's tokens
 add up to the length of its text (otherwise, see `TokenBytes.note`). Special tokens and the unknown token
 count as 0 bytes.
@@ -37,7 +37,7 @@ class TokenBytes:
 
     Attributes:
         inside_V: bytes of each token when it follows another token, int64 [V].
-        first_V: bytes of each token at the start of a document, where some decoders remove a space.
+        first_V: bytes of each token at the start of a document (some decoders remove a space there).
         eod_id, bos_id: ids of the tokens that end and begin a document, or None.
         note: kinds of text that the tokenizer does not preserve; "" if it is lossless.
     """
@@ -80,7 +80,7 @@ class TokenBytes:
         return ", ".join(dict.fromkeys(lost))
 
     def each(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> Int64Array:
-        """Byte counts of consecutive tokens [N]; `is_first` [N]: whether a token begins a document. Ids
+        """Byte counts of consecutive tokens [N]; `is_first` [N] is true where a document begins. Ids
         outside the vocabulary count as 0 bytes.
         """
         known = ids < len(self.inside_V)
@@ -95,8 +95,8 @@ class TokenBytes:
         return found
 
     def count_samples(self, tokens: npt.NDArray[np.integer[Any]], *, eod_mask_loss: bool) -> tuple[int, int]:
-        """Number of bytes and of labels in samples [B, S1] (S1 = S + 1); a sample's first token is no label.
-        `eod_mask_loss` excludes the label after each EOD.
+        """Number of bytes and of labels in samples [B, S1] (S1 = S + 1). The first token of a sample is not a
+        label. `eod_mask_loss` excludes the label after each EOD.
         """
         before, labels = tokens[:, :-1].ravel(), tokens[:, 1:].ravel()
         is_after_end = before == (-1 if self.eod_id is None else self.eod_id)

@@ -1,4 +1,4 @@
-"""Tokenizers for the corpus tools: files, vocabulary size and end-of-document token.
+"""Loads tokenizers for the corpus tools, with their vocabulary size and end-of-document token.
 
 The tokenizers encode only the text: truncation, padding, dropout and post-processors (which add BOS) are
 removed, because Megatron encodes with `add_special_tokens=False`. Special tokens in a text are treated as
@@ -52,7 +52,7 @@ class TextTokenizer:
     bos_token: str | None = None  # token that the tokenizer's own post-processor adds before a text
 
     def special_tokens(self) -> dict[int, str]:
-        """Special tokens, by id, that must not result from a text; the unknown token is not included."""
+        """Special tokens, by id, that encoding a text must not yield; excludes the unknown token."""
         if self.allow_special:
             return {}
         tokens = {}
@@ -68,7 +68,7 @@ class TextTokenizer:
         return tokens if self.eod_id is None else tokens | {self.eod_id: str(self.eod_token)}
 
     def facts(self) -> dict[str, Any]:
-        """Manifest entries: everything that determines the tokens."""
+        """Returns everything that determines the tokens, as entries of a manifest."""
         names = ("kind", "vocab_size", "eod_id", "eod_token", "allow_special")
         facts = {"hash": xxhash.xxh3_128_hexdigest(self.content)}
         facts |= {name: getattr(self, name) for name in names}
@@ -99,14 +99,14 @@ class TextTokenizer:
             logger.warning(text, self.name, self.bos_token, "--prepend-bos, PREPEND_BOS=true")
 
     def recorded(self) -> dict[str, Any]:
-        """`facts` plus `ids` (a hash of all that determines the ids of a text), for `same_tokenizer`."""
+        """`facts` and, for `same_tokenizer`, an entry `ids`: a hash of all that determines a text's ids."""
         is_json = self.kind == "huggingface"
         found = _ids_hash(orjson.loads(self.content)) if is_json else xxhash.xxh3_64_hexdigest(self.content)
         return self.facts() | {"ids": found}
 
 
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two tokenizers have the same `hash` or `ids` in `recorded`; older manifests have no `ids`."""
+    """Whether two results of `recorded` have the same `hash` or `ids`; older manifests have no `ids`."""
     return one["hash"] == other["hash"] or ("ids" in one and one["ids"] == other.get("ids"))
 
 
@@ -128,7 +128,7 @@ def load_tokenizer(
         prepend_bos: start every document with the tokenizer's BOS.
 
     Raises:
-        ValueError: if a file is missing or invalid, or `eod_token` or the BOS is not in the vocabulary.
+        ValueError: if a file is missing or invalid, or if the vocabulary lacks `eod_token` or the BOS.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
         rule = f"must be one of {', '.join(TOKENIZER_TYPES)}"
@@ -175,7 +175,7 @@ def load_named_tokenizer(
 
 
 def is_tokenizer_of(name: str, facts: Mapping[str, Any]) -> bool:
-    """Whether tokenizer `name` gives the ids of token files with these `facts` (`TextTokenizer.recorded`)."""
+    """Whether tokenizer `name` gives the same ids as one with these `facts` (`TextTokenizer.recorded`)."""
     try:
         return same_tokenizer(load_named_tokenizer(name, eod_token=facts.get("eod_token")).recorded(), facts)
     except (ValueError, OSError):  # for example, it lacks the end-of-document token
@@ -189,9 +189,9 @@ def tokenizer_vocab_size(path: str | Path) -> int:
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: 16 digits as in older checkpoints,
-    then 16 digits that depend on everything that determines the ids of a text. Raises the errors of
-    `tokenizer_vocab_size`.
+    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: the 16 digits that older
+    checkpoints store, then a 16-digit hash of everything that determines the ids of a text. Raises the errors
+    of `tokenizer_vocab_size`.
     """
     content = _read_tokenizer_json(Path(path), "tokenizer")
     names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")

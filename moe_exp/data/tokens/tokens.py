@@ -1,9 +1,9 @@
-"""Megatron's .bin/.idx token files, blends of them, and the shares given by SPLIT. No torch.
+"""Megatron's .bin/.idx token files, blends of them, and their division by SPLIT. No torch.
 
 Layout of the .idx file (little-endian), as in `megatron.core.datasets.indexed_dataset`: magic, version, dtype
 code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and
 int64 document indices. The .bin file has the tokens. We write one sequence per document, in order. Only
-`moe-exp data tokenize --merge` accepts files with sequences in another order, and puts them in order.
+`moe-exp data tokenize --merge` accepts files with sequences in another order; it writes them in order.
 """
 
 import math
@@ -47,8 +47,8 @@ def write_token_files(
     prefix: str | Path, documents: Iterable[Sequence[int] | npt.NDArray[np.integer]], *, vocab_size: int,
     eod_id: int = EOD_ID,
 ) -> int:  # fmt: skip
-    """Writes `prefix`.bin, then `prefix`.idx; no program reads the .bin without the .idx. Each document gets
-    `eod_id` at its end; `vocab_size` determines the token dtype. Returns the number of tokens.
+    """Writes `prefix`.bin, then `prefix`.idx, because no program reads a .bin without its .idx. Each document
+    gets `eod_id` at its end; `vocab_size` determines the token dtype. Returns the number of tokens.
     """
     # An array takes 4 bytes per document, a list about 36.
     sizes, dtype = array("i"), token_dtype(vocab_size)
@@ -72,8 +72,8 @@ def write_index(
 ) -> None:
     """Writes an .idx file for sequences of the given sizes in tokens.
 
-    `document_indices`: first sequence of each document, then the number of sequences. Default: each sequence
-    is a document.
+    `document_indices`: index of each document's first sequence and, as the last entry, the number of
+    sequences. Default: each sequence is a document.
     """
     num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
     with replacing(path) as file:
@@ -201,7 +201,7 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
     """Parses 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...' into (weight, prefix) pairs.
 
     Prefixes may end in .bin or .idx. As in Megatron, several prefixes without weights are weighted by their
-    number of tokens, so the files must exist. A word that parses as a number is a weight. If the whole text
+    number of tokens, so their files must exist. A word that parses as a number is a weight. If the whole text
     is an existing prefix, the text is not split, because DATA_DIR may contain spaces.
 
     Raises:
@@ -254,18 +254,18 @@ class TokenFiles:
 
     @cached_property
     def sequence_bounds(self) -> Int64Array:
-        """Position of the first token of each sequence, then end of the last sequence: [sequences + 1]."""
+        """Position of each sequence's first token; last entry: end of the last sequence. [sequences + 1]."""
         bounds = np.zeros(self.num_sequences + 1, dtype=np.int64)
         np.cumsum(self._lengths, dtype=np.int64, out=bounds[1:])
         return bounds
 
     @cached_property
     def document_bounds(self) -> Int64Array:
-        """Position of the first token of each document, then end of the last document: [documents + 1]."""
+        """Position of each document's first token; last entry: end of the last document. [documents + 1]."""
         return self.sequence_bounds[self._documents]
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
-        """Tokens [begin, end). Not memory-mapped, because pages that are read once would stay in memory."""
+        """Tokens [begin, end). The file is not memory-mapped: pages read once would stay in memory."""
         if self._remote is not None:
             return self._remote[begin:end]
         return np.fromfile(f"{self.prefix}.bin", self.dtype, end - begin, offset=begin * self.dtype.itemsize)
@@ -305,7 +305,7 @@ def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
 
 
 def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Tokenizer facts (`TextTokenizer.recorded`) in a manifest of tokenized or merged files; {} if none."""
+    """Tokenizer facts (`TextTokenizer.recorded`) in the manifest of tokenized or merged files, or {}."""
     for place in (manifest, manifest.get("settings")):
         if isinstance(place, dict) and isinstance(facts := place.get("tokenizer"), dict):
             return facts
@@ -313,8 +313,8 @@ def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_tokenizer(prefixes: Iterable[str]) -> str:
-    """Error if the manifests of token files record different tokenizers or different document tokens; empty
-    if the manifests agree or record no tokenizer.
+    """Error if the manifests of token files record different tokenizers, or different tokens that begin or
+    end documents; empty if the manifests agree or record no tokenizer.
     """
     known: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:
@@ -344,7 +344,7 @@ def manifest_of(prefix: str) -> dict[str, Any]:
 
 
 def parse_split(text: str) -> list[Share | None]:
-    """Parses SPLIT into shares (begin and end, 0 to 1) for training, validation and test; None: empty share.
+    """Parses SPLIT into shares for training, validation and test: (begin, end) from 0 to 1, or None if empty.
 
     If `text` is empty, all documents are used for training. Sums the numbers in Megatron's order, so that a
     document at a boundary falls into the same share as in Megatron.
@@ -369,7 +369,7 @@ def share_range(count: int, share: Share) -> tuple[int, int]:
 
 
 def part_tokens(files: TokenFiles, share: Share, *, by_sequence: bool = False) -> int:
-    """Number of tokens in a share of the documents, or of the sequences (`by_sequence`, as in GPTDataset)."""
+    """Number of tokens in a share of the documents or, if `by_sequence`, the sequences (as in GPTDataset)."""
     bounds = files.sequence_bounds if by_sequence else files.document_bounds
     begin, end = share_range(len(bounds) - 1, share)
     return int(bounds[end] - bounds[begin])
