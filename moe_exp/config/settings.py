@@ -9,7 +9,7 @@ megatron, so that `--help`, `--dry-run` and the planner are fast.
 from collections.abc import Iterator
 
 from moe_exp.config.sections.reliability import ReliabilitySettings
-from moe_exp.config.setting_types import traits
+from moe_exp.config.traits import traits
 
 
 class Config(ReliabilitySettings):

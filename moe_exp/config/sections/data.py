@@ -26,8 +26,8 @@ from moe_exp.config.setting_types import (
     Rate,
     Stages,
     blend_members,
-    data,
 )
+from moe_exp.config.traits import data
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.files import is_url
 

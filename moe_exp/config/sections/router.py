@@ -15,9 +15,8 @@ from moe_exp.config.setting_types import (
     Probability,
     Rate,
     as_given,
-    experts,
-    model,
 )
+from moe_exp.config.traits import experts, model
 
 # Values that the layers implement.
 NAMES = {
