@@ -98,14 +98,12 @@ class AttentionSettings(ModelSettings):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if not self.sliding_window:
-            fix = "set SLIDING_WINDOW"
-            names = ("window_pattern", "window_rotary_base", "window_query_groups")
-            yield from self.without_effect(names, "SLIDING_WINDOW=0", fix)
-            for name, usual in (("rotary_layers", "1"), ("attention_sinks", "none")):
-                if getattr(self, name) == "windowed":
-                    rule = "no layer has a window while SLIDING_WINDOW=0"
-                    yield self.problem(name, rule, f"{fix}, or {name.upper()}={usual}")
+        names = ("window_pattern", "window_rotary_base", "window_query_groups")
+        yield from self.without_effect("sliding_window", names)
+        for name, usual in (("rotary_layers", "1"), ("attention_sinks", "none")):
+            if getattr(self, name) == "windowed" and not self.sliding_window:
+                rule = "no layer has a window while SLIDING_WINDOW=0"
+                yield self.problem(name, rule, f"set SLIDING_WINDOW, or {name.upper()}={usual}")
         patterns = {"window_pattern": self.window_layers, "rotary_layers": self.layers_without_rotary}
         for name, layers in patterns.items():
             if getattr(self, name) != "windowed":

@@ -188,20 +188,14 @@ class ModelSettings(LaunchSettings):
         else:
             yield from self._attention_problems()
         yield from self.broken(
-            (self.qk_norm_scope != "head" and not self.qk_norm, "qk_norm_scope",
-             "has no effect while QK_NORM=false", "set QK_NORM=true, or QK_NORM_SCOPE=head"),
             (self.qk_norm_scope == "all" and self.normalization != "RMSNorm", "qk_norm_scope",
              f"is not implemented for NORMALIZATION={self.normalization}",
              "set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head"),
         )  # fmt: skip
-        if self.normalization != "LayerNorm":
-            other = f"NORMALIZATION={self.normalization}"
-            yield from self.without_effect(("norm_bias",), other, "set NORMALIZATION=LayerNorm")
-        if not self.qk_norm:
-            yield from self.without_effect(("qk_norm_epsilon",), "QK_NORM=false", "set QK_NORM=true")
+        yield from self.without_effect("normalization", ["norm_bias"], "LayerNorm")
+        yield from self.without_effect("qk_norm", ["qk_norm_scope", "qk_norm_epsilon"], "true")
         yield from self._rope_scaling_problems()
-        if not self.mtp_num_layers:
-            yield from self.without_effect(("mtp_loss_coeff",), "MTP_NUM_LAYERS=0", "set MTP_NUM_LAYERS")
+        yield from self.without_effect("mtp_num_layers", ["mtp_loss_coeff"])
         is_mup = self.parametrization == "mup"
         yield from self.broken(
             (is_mup and not self.mup_base_hidden_size, "mup_base_hidden_size",
@@ -235,9 +229,8 @@ class ModelSettings(LaunchSettings):
             (is_partial and self.rope_scaling == "yarn", "rotary_fraction",
              "Megatron's YaRN rotates all channels of a head", "set ROTARY_FRACTION=1, or ROPE_SCALING=none"),
         )  # fmt: skip
-        names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        fix = "set MULTI_LATENT_ATTENTION=true"
-        yield from self.without_effect(names, "MULTI_LATENT_ATTENTION=false", fix)
+        sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        yield from self.without_effect("multi_latent_attention", sizes, "true")
 
     def _latent_attention_problems(self) -> Iterator[str]:
         for name, rule in _NOT_LATENT.items():
@@ -254,9 +247,7 @@ class ModelSettings(LaunchSettings):
 
     def _rope_scaling_problems(self) -> Iterator[str]:
         scaling = self.rope_scaling
-        if scaling == "none":
-            extending = ("rope_scaling_factor", "rope_original_seq_len")
-            yield from self.without_effect(extending, "ROPE_SCALING=none", "set ROPE_SCALING")
+        yield from self.without_effect("rope_scaling", ["rope_scaling_factor", "rope_original_seq_len"])
         yield from self.broken(
             (scaling != "none" and self.rope_scaling_factor == 1, "rope_scaling",
              "has no effect while ROPE_SCALING_FACTOR=1", "set ROPE_SCALING_FACTOR, or ROPE_SCALING=none"),
@@ -267,16 +258,21 @@ class ModelSettings(LaunchSettings):
              f"must be at least YARN_BETA_SLOW={self.yarn_beta_slow:g}",
              "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1"),
         )  # fmt: skip
-        if scaling != "yarn":
-            names = [name for name in type(self).model_fields if name.startswith("yarn_")]
-            yield from self.without_effect(names, f"ROPE_SCALING={scaling}", "set ROPE_SCALING=yarn")
+        names = [name for name in type(self).model_fields if name.startswith("yarn_")]
+        yield from self.without_effect("rope_scaling", names, "yarn")
 
-    def without_effect(self, names: Sequence[str], other: str, fix: str) -> Iterator[str]:
-        """Yields an error line for each non-default setting in `names` that has no effect with `other`."""
+    def without_effect(self, switch: str, names: Sequence[str], needed: str = "") -> Iterator[str]:
+        """Yields an error line for each non-default setting in `names`, which have no effect unless the
+        setting `switch` is `needed` (default: any value except 0 and none).
+        """
+        value, switch = as_given(getattr(self, switch)), switch.upper()
+        if value == needed if needed else value not in ("0", "none"):
+            return
         for name in names:
             if getattr(self, name) != (default := type(self).model_fields[name].default):
-                usual = as_given(default).removesuffix(".0")
-                yield self.problem(name, f"has no effect while {other}", f"{fix}, or {name.upper()}={usual}")
+                usual = f"{name.upper()}={as_given(default).removesuffix('.0')}"
+                fix = f"set {switch}={needed}, or {usual}" if needed else f"set {switch}, or {usual}"
+                yield self.problem(name, f"has no effect while {switch}={value}", fix)
 
     def layers_in(self, pattern: str, first: int = 0) -> list[bool]:
         """Whether each layer is chosen by `pattern`; layers before `first` are never chosen. If `pattern`
