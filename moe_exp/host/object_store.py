@@ -128,12 +128,8 @@ class Store:
 
     def names(self) -> list[str]:
         """Names of the files directly below the URL, without those in subfolders."""
-
-        def listed(fs: Any, root: str) -> list[str]:
-            found = fs.ls(root, detail=True)
-            return sorted(one["name"].rpartition("/")[2] for one in found if one["type"] == "file")
-
-        return self._listed("", listed, [])
+        found: list[Any] = self._listed("", lambda fs, root: fs.ls(root, detail=True), [])
+        return sorted(one["name"].rpartition("/")[2] for one in found if one["type"] == "file")
 
     def some(self, names: Collection[str]) -> dict[str, StoredFile]:
         """The existing files among `names`."""

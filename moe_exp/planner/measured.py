@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -243,7 +244,7 @@ def data_parallel_size(row: Mapping[str, str]) -> int | None:
     """Returns a row's DP, or derives it from the number of GPUs; None if both are missing."""
     if row.get("dp"):
         return int(row["dp"])
-    whole, rest = divmod(_num_gpus(row), _number(row, "tp") * _number(row, "pp") * (_number(row, "cp") or 1))
+    whole, rest = divmod(_num_gpus(row), _number(row, "tp") * _number(row, "pp") * _number(row, "cp", 1))
     return whole if whole and not rest else None
 
 
@@ -251,9 +252,9 @@ def _num_gpus(row: Mapping[str, str]) -> int:
     return _number(row, "n_gpus") or _number(row, "nodes") * _number(row, "gpus_per_node")
 
 
-def _number(row: Mapping[str, str], column: str) -> int:
-    """Returns the number in a cell, or 0 if the cell is missing or empty."""
-    return int(row.get(column) or 0)
+def _number(row: Mapping[str, str], column: str, default: int = 0) -> int:
+    """Returns the number in a cell, or `default` if the cell is missing, empty or 0."""
+    return int(row.get(column) or 0) or default
 
 
 def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[str]:
@@ -269,7 +270,7 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
         if row.get("use_mem") == row.get("use_time") == "0":
             continue  # unused rows, such as a sweep's invalid layouts
         where = f"{path}, row {row['row_id']}"
-        tp, pp, cp, mbs = (_number(row, name) or 1 for name in ("tp", "pp", "cp", "mbs"))
+        tp, pp, cp, mbs = (_number(row, name, 1) for name in ("tp", "pp", "cp", "mbs"))
         dp = data_parallel_size(row) or 1
         ranks = tp * pp * cp * dp
         if (gpus := _num_gpus(row)) and gpus != ranks:
@@ -307,12 +308,10 @@ def _stage_layers(row: Mapping[str, str], config: Config, of_deepspeed: bool) ->
 
 
 def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
-    def number(name: str, default: int) -> int:
-        return _number(row, name) or default
-
+    number = partial(_number, row)
     tp, pp, mbs, dp = number("tp", 1), number("pp", 1), number("mbs", 1), data_parallel_size(row) or 1
-    per_node = number("gpus_per_node", 0) or load_hardware(row["gpu"]).gpus_per_node
-    num_gpus, experts = tp * pp * dp * number("cp", 1), number("experts", 0)
+    per_node = number("gpus_per_node") or load_hardware(row["gpu"]).gpus_per_node
+    num_gpus, experts = tp * pp * dp * number("cp", 1), number("experts")
     # From the layout, not the `nodes` column: a run may use only part of a node.
     nodes = (-(-num_gpus // per_node), per_node) if num_gpus % per_node == 0 else (1, num_gpus)
     hidden, heads = number("hidden", 1), number("heads", 1)

@@ -13,8 +13,9 @@ from typing import Literal
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.device import Pass
 from moe_exp.planner.costs.job import PlannedJob
-from moe_exp.planner.costs.timing import StagePass, stage_passes, time_of
+from moe_exp.planner.costs.timing import stage_passes, time_of
 from moe_exp.planner.hardware import Hardware, load_hardware
 from moe_exp.planner.measured import PUBLIC_RUNS, job_of_row
 from moe_exp.planner.prediction import Constants
@@ -57,7 +58,7 @@ def timeline(job: PlannedJob, hardware: Hardware, constants: TimeConstants, most
     return Timeline(events, len(passes), time.data_parallel + time.optimizer)
 
 
-def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Event]:
+def _scheduled(passes: Sequence[tuple[Pass, Pass]], count: int, chunks: int) -> list[Event]:
     """Simulates all stages: each pass starts as soon as its stage is free and its input is ready."""
     stages = len(passes)
     orders = [list(_order(stage, stages, count, chunks)) for stage in range(stages)]
@@ -77,7 +78,7 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
                     needed = stage, "forward", chunk, microbatch
                 if needed and needed not in done:
                     break
-                seconds, share = (getattr(of, kind) for of in (passes[stage].seconds, passes[stage].exchange))
+                seconds, share = (getattr(of, kind) for of in passes[stage])
                 start = max(free[stage], done[needed] if needed else 0.0)
                 free[stage] = done[stage, kind, chunk, microbatch] = start + seconds / chunks
                 events.append(Event(stage, kind, microbatch, chunk, start, free[stage], share / chunks))
