@@ -211,7 +211,7 @@ class PlanPrinter:
             "layers per stage": stages_text(report["stage_layers"]),
             **report["counted_as"],
             "memory": _verdict(prediction),
-            "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
+            "seconds per iteration": f"{_short(time['seconds'], 4)} {error_words(prediction)}",
             "TFLOP/s per GPU": f"{_short(time['tflops_per_gpu'])}, MFU {time['mfu']:.1%}",
             "tokens per second": f"{time['tokens_per_second']:,.0f}",
             "whole run": _whole(plan.cost),
@@ -225,10 +225,10 @@ class PlanPrinter:
         self._levers(plan.levers)
         total = prediction.time.total
         times = {
-            name.replace("_", " "): f"{_seconds(part)} s, {part / total:.1%}"
+            name.replace("_", " "): f"{_short(part, 4)} s, {part / total:.1%}"
             for name, part in prediction.time.parts().items()
         }
-        self._rows("time of an iteration", times | {"total": f"{_seconds(total)} s"})
+        self._rows("time of an iteration", times | {"total": f"{_short(total, 4)} s"})
 
     def search(self, found: Search, top: int, changes: Mapping[str, str]) -> None:
         """Prints the fastest layouts, how many are almost as fast, and why other layouts were rejected.
@@ -262,7 +262,7 @@ class PlanPrinter:
                     "layers per stage": stages_text(row["stage_layers"]),
                     "GiB": f"{of.peak_bytes / _GIBIBYTE:.1f}",
                     "left": f"{of.margin_bytes / of.memory_bytes:.0%}",
-                    "s/iteration": _seconds(one.seconds),
+                    "s/iteration": _short(one.seconds, 4),
                     "vs best": f"{row['slower_than_best']:+.1%}",
                     "TFLOP/s": f"{row['tflops_per_gpu']:.1f}",
                     "bubble": f"{of.time.bubble / one.seconds:.1%}",
@@ -289,7 +289,7 @@ class PlanPrinter:
     def best(self, candidate: Candidate, cost: Cost) -> None:
         config, write = candidate.config, self._console.print
         write(f"{layout_words(config)}: {_whole(cost)}")
-        write(f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}")
+        write(f"  {_short(candidate.seconds, 4)} s per iteration {error_words(candidate.prediction)}")
         write(f"  a global batch of {candidate.filling_batch:,} fills the pipeline; GBSZ is {config.gbsz:,}")
         write(f"  checkpoint size: {bytes_text(checkpoint_bytes(config))}")
 
@@ -312,7 +312,7 @@ class PlanPrinter:
             if explained.place <= len(found.ranked):
                 place = f"place {explained.place:,} of {len(found.ranked):,}"
             slower = f"{candidate.seconds / best.seconds - 1:+.1%} vs the best ({layout_words(best.config)})"
-            self._console.print(f"  {_seconds(candidate.seconds)} s per iteration, {slower}: {place}")
+            self._console.print(f"  {_short(candidate.seconds, 4)} s per iteration, {slower}: {place}")
             for name, seconds in explained.losses.items():
                 if abs(seconds) >= 0.0005 * best.seconds:
                     self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
@@ -425,10 +425,6 @@ def _whole(cost: Cost) -> str:
     return words if cost.price is None else f"{words}, price {cost.price:,.2f}"
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.4g}" if seconds < 1000 else f"{seconds:,.0f}"
-
-
 def _number(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_number(one)}" for name, one in value.items())
@@ -437,6 +433,6 @@ def _number(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _short(number: float) -> str:
-    """Formats a number with three significant digits, or without decimals if it is at least 100."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+def _short(number: float, digits: int = 3) -> str:
+    """Formats a number with that many significant digits, or a number with more digits as an integer."""
+    return f"{number:,.0f}" if number >= 10 ** (digits - 1) else f"{number:.{digits}g}"

@@ -95,9 +95,8 @@ def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[K
     ahead = min(ahead, total)
 
     def at(index: int, *, is_forward: bool) -> tuple[int, int]:
-        chunk = index % group // stages if chunks > 1 else 0
-        microbatch = index // group * stages + index % stages if chunks > 1 else index
-        return (chunk if is_forward else chunks - 1 - chunk), microbatch
+        chunk = index % group // stages
+        return (chunk if is_forward else chunks - 1 - chunk), index // group * stages + index % stages
 
     for index in range(ahead):
         yield "forward", *at(index, is_forward=True)
