@@ -205,11 +205,11 @@ _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
 LayerPattern = Annotated[str, _text(_layer_pattern)]
 LayersOrWindowed = Annotated[str, _text(lambda text: None if text == "windowed" else _layer_pattern(text))]
-LossKinds = Annotated[str, _text(_losses)]
+Losses = Annotated[str, _text(_losses)]
 RecomputedModules = Annotated[str, _text(partial(_modules, known=RECOMPUTED))]
 OffloadedModules = Annotated[str, _text(partial(_modules, known=OFFLOADED))]
 Numbers = Annotated[str, _text(_numbers)]
-OptionalNumbers = Annotated[str, _text(lambda text: _numbers(text) if text else None)]
+Shares = Annotated[str, _text(lambda text: _numbers(text) if text else None)]
 _RULE = "must be a whole number or a comma-separated list of whole numbers"
 WholeNumbers = Annotated[str, _text(pattern=rf"({_INT}(,{_INT})*)?", rule=_RULE)]
 _RULE = "must be comma-separated ranks such as 0,3, or all"
