@@ -7,6 +7,7 @@ The schedules are Megatron-Core's: 1F1B, and the interleaved schedule with VPP m
 import csv
 import io
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -61,28 +62,27 @@ def timeline(job: PlannedJob, hardware: Hardware, constants: TimeConstants, most
 def _scheduled(passes: Sequence[tuple[Pass, Pass]], count: int, chunks: int) -> list[Event]:
     """Simulates all stages: each pass starts as soon as its stage is free and its input is ready."""
     stages = len(passes)
-    orders = [list(_order(stage, stages, count, chunks)) for stage in range(stages)]
-    done: dict[PassKey, float] = {}  # end of each pass
-    free, places = [0.0] * stages, [0] * stages
-    events: list[Event] = []
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+    orders = [deque(_order(stage, stages, count, chunks)) for stage in range(stages)]
+    done: dict[PassKey | None, float] = {None: 0.0}  # end of each pass, and of none
+    free, events = [0.0] * stages, list[Event]()
+    while any(orders):
         before = len(events)
         for stage, order in enumerate(orders):
-            while places[stage] < len(order):
-                kind, chunk, microbatch = order[places[stage]]
+            while order:
+                kind, chunk, microbatch = order[0]
                 # The pass whose result this one needs. The first forward pass needs none; the first backward
                 # pass needs the forward pass of the same (last) stage.
                 at = chunk * stages + stage + (-1 if kind == "forward" else 1)
                 needed: PassKey | None = (at % stages, kind, at // stages, microbatch) if at >= 0 else None
                 if at == chunks * stages:
                     needed = stage, "forward", chunk, microbatch
-                if needed and needed not in done:
+                if needed not in done:
                     break
+                order.popleft()
                 seconds, share = (getattr(of, kind) for of in passes[stage])
-                start = max(free[stage], done[needed] if needed else 0.0)
+                start = max(free[stage], done[needed])
                 free[stage] = done[stage, kind, chunk, microbatch] = start + seconds / chunks
                 events.append(Event(stage, kind, microbatch, chunk, start, free[stage], share / chunks))
-                places[stage] += 1
         assert len(events) > before, "deadlock in the schedule"
     return events
 
