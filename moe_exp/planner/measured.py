@@ -89,7 +89,6 @@ _IN_COLUMNS = {
     "cuda_graph",
 }  # fmt: skip
 FREE = {name for name, it in TRAITS.items() if not it.costs}
-_UNFUSED = "torch"  # default expert backend of GPU rows: grouped GEMMs that keep all intermediate activations
 _AS_SETTINGS = [name for name in Config.model_fields if name not in _IN_COLUMNS]
 
 
@@ -330,10 +329,10 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
     with suppress(ValueError):  # a sweep may record a device without a profile
         is_cpu = load_hardware(row["gpu"]).is_cpu
     if not is_cpu:
-        # The rows come from other programs or older versions, which had neither Triton loss nor kernels.
-        settings |= {"cross_entropy": "megatron", "main_params": "fp32"} | (
-            {"expert_backend": _UNFUSED} if experts > 1 else {}
-        )
+        # The rows come from other programs or older versions, which had neither Triton loss nor kernels, and
+        # whose grouped GEMMs kept all intermediate activations.
+        settings |= {"cross_entropy": "megatron", "main_params": "fp32"}
+        settings |= {"expert_backend": "torch"} if experts > 1 else {}
     if of_deepspeed:
         settings |= {"normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True}
     return settings | {name: _setting(name, row[name])[0] for name in _AS_SETTINGS if row.get(name)}
