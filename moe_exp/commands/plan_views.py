@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from moe_exp.planner.prediction import Constants
     from moe_exp.planner.search.topology import Candidate
 
-Loaded = tuple[Config, Hardware, "Constants"]
 _OF_COST = ("tokens", "price", *plan.FAILURE_FLAGS)
 _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB", "GB300-288GB")
 
 
-def _one_layout(arguments: argparse.Namespace) -> Loaded:
+def _one_layout(arguments: argparse.Namespace) -> tuple[Config, Hardware, Constants]:
     """Returns the settings, device and planner constants of a layout; raises ConfigError if it cannot run."""
     plan.refuse(arguments, *_OF_COST)
     planned = plan.loaded(arguments)

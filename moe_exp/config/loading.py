@@ -107,10 +107,6 @@ def settings_path(text: str) -> Path:
     return inside if (inside := path / "config.yaml").is_file() else path
 
 
-# Settings whose default depends on the devices.
-_BY_DEVICES = ("preset", "gpus_per_node", "num_workers")
-
-
 def load_config(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
@@ -182,8 +178,8 @@ def known_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def fixed_for(nodes: Nodes, given: Mapping[str, Any]) -> dict[str, Any]:
     """Adds the device-dependent settings of `nodes` to `given`, so that all machines use the same values."""
-    config = load_config(given, {}, nodes=nodes)
-    return {**given, **{name: str(getattr(config, name)) for name in _BY_DEVICES}}
+    config, by_devices = load_config(given, {}, nodes=nodes), ("preset", "gpus_per_node", "num_workers")
+    return {**given, **{name: str(getattr(config, name)) for name in by_devices}}
 
 
 def main_settings(config: Config) -> str:

@@ -29,7 +29,6 @@ weight decay is raised to keep this product constant. Does not import torch.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_exp.config.choices import MUP_RULES
@@ -57,7 +56,7 @@ def multiples_of(config: Config, name: str) -> Multiples:
     if is_norm_or_bias(name):
         return Multiples(lr, 0.0)
     factor = factors(config, kind_of(name))
-    return Multiples(lr * factor.lr, wd * factor.weight_decay)
+    return Multiples(lr * factor.lr, wd * (1 / factor.lr))
 
 
 def group_lines(config: Config) -> list[str]:
@@ -86,16 +85,11 @@ def group_lines(config: Config) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Factors:
+class Factors(NamedTuple):
     """Factors on the standard deviation of initial weights and on the learning rate."""
 
     init: float = 1.0
-    lr: float = 1.0
-
-    @property
-    def weight_decay(self) -> float:
-        return 1 / self.lr
+    lr: float = 1.0  # weight decay is divided by it
 
 
 KINDS = ("embedding", "output", "router", "expert_down", "hidden")

@@ -5,12 +5,11 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from moe_exp.config.choices import LOSSES, NO_LOSS, OFFLOADED, RECOMPUTED
@@ -199,48 +198,6 @@ def is_text(name: str) -> bool:
 
 Part = Literal["place", "layout", "model", "experts", "learning", "data", "output", "care"]
 
-
-@dataclass(frozen=True)
-class Traits:
-    """Properties of a setting apart from type, default and description."""
-
-    part: Part  # aspect of a run; place: where it is started and written
-    costs: bool  # whether it affects the memory of a rank or the time of an iteration
-    compared: bool  # whether it must be equal in all calls of a comparison, as losses or records depend on it
-    # further names in Megatron-LM, where the flag has no value; then it needs none here either
-    megatron_flags: tuple[str, ...] | None = None
-
-
-def _setting(default: Any, description: str, **options: Any) -> Any:
-    """Declares a field with the Traits in `options`. If `options` also has a `default_factory`, `default`
-    must be `...`.
-    """
-    own = {name: options.pop(name) for name in Traits.__dataclass_fields__ if name in options}
-    given = {} if default is ... else {"default": default}
-    field = Field(description=description, **given, **options)
-    field.metadata.append(Traits(**own))
-    return field
-
-
-# One function per part of a run; its traits are defaults that a declaration can override.
-place = partial(_setting, part="place", costs=False, compared=False)
-layout = partial(_setting, part="layout", costs=True, compared=True)
-model = partial(_setting, part="model", costs=True, compared=True)
-experts = partial(_setting, part="experts", costs=True, compared=True)
-learning = partial(_setting, part="learning", costs=False, compared=True)
-data = partial(_setting, part="data", costs=False, compared=True)
-output = partial(_setting, part="output", costs=False, compared=True)
-care = partial(_setting, part="care", costs=False, compared=False)
-
-
-def traits(settings: type[BaseModel], name: str) -> Traits:
-    """Returns the traits of the setting `name`; LookupError if it was declared without traits."""
-    found = [one for one in settings.model_fields[name].metadata if isinstance(one, Traits)]
-    if not found:
-        raise LookupError(f"{name} has no traits. Fix: declare it with a function of config/setting_types.py")
-    return found[0]
-
-
 _INT = "[0-9]{1,9}"
 _TERM = rf"(\[?[01](,[01])*\]?(\*{_INT})?)"
 _PATTERN = rf"{_TERM}(\+{_TERM})*"
@@ -248,11 +205,11 @@ _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
 LayerPattern = Annotated[str, _text(_layer_pattern)]
 LayersOrWindowed = Annotated[str, _text(lambda text: None if text == "windowed" else _layer_pattern(text))]
-LossKinds = Annotated[str, _text(_losses)]
+Losses = Annotated[str, _text(_losses)]
 RecomputedModules = Annotated[str, _text(partial(_modules, known=RECOMPUTED))]
 OffloadedModules = Annotated[str, _text(partial(_modules, known=OFFLOADED))]
 Numbers = Annotated[str, _text(_numbers)]
-OptionalNumbers = Annotated[str, _text(lambda text: _numbers(text) if text else None)]
+Shares = Annotated[str, _text(lambda text: _numbers(text) if text else None)]
 _RULE = "must be a whole number or a comma-separated list of whole numbers"
 WholeNumbers = Annotated[str, _text(pattern=rf"({_INT}(,{_INT})*)?", rule=_RULE)]
 _RULE = "must be comma-separated ranks such as 0,3, or all"

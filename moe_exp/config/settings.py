@@ -7,9 +7,10 @@ megatron, so that `--help`, `--dry-run` and the planner are fast.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from moe_exp.config.sections.reliability import ReliabilitySettings
-from moe_exp.config.setting_types import traits
+from moe_exp.config.traits import traits
 
 
 class Config(ReliabilitySettings):
@@ -81,10 +82,6 @@ SECTIONS = {
 
 def names_by_section() -> dict[str, list[str]]:
     """Returns the names of the settings in each section, in the order of the fields."""
-    heading_of = {first: heading for heading, first in SECTIONS.items()}
-    found: dict[str, list[str]] = {}
-    for name in Config.model_fields:
-        if name in heading_of:
-            names = found[heading_of[name]] = []
-        names.append(name)
-    return found
+    names = list(Config.model_fields)
+    bounds = pairwise([*map(names.index, SECTIONS.values()), len(names)])
+    return {heading: names[first:end] for heading, (first, end) in zip(SECTIONS, bounds, strict=True)}

@@ -120,10 +120,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
-
-
-def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory still available to this process: minimum over the machine and the process's cgroups."""
     lines = (line for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:"))
     found = [int(line.split()[1]) * 1024 for line in lines]

@@ -164,7 +164,6 @@ class HashedFile:
         try:
             num_bytes = self._file.write(data)
         except OSError as error:
-            error.filename = self._file.name
             self._error = self._error or error
             raise
         self._num_bytes += num_bytes

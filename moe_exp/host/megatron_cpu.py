@@ -236,8 +236,7 @@ def refuse_if_too_late() -> None:
 
 
 # Several of Megatron's modules warn at import. A run's log and `moe-exp doctor` report what is used instead.
-_ABSENT = "(Transformer Engine and )?Apex (is|are) not installed"
-warnings.filterwarnings("ignore", message=_ABSENT, category=UserWarning)
+warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
 if INSTALLED:
     # Megatron imports this module of torch, which warns about a CUDA toolkit without a GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

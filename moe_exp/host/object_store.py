@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -128,12 +129,8 @@ class Store:
 
     def names(self) -> list[str]:
         """Names of the files directly below the URL, without those in subfolders."""
-
-        def listed(fs: Any, root: str) -> list[str]:
-            found = fs.ls(root, detail=True)
-            return sorted(one["name"].rpartition("/")[2] for one in found if one["type"] == "file")
-
-        return self._listed("", listed, [])
+        found: list[Any] = self._listed("", lambda fs, root: fs.ls(root, detail=True), [])
+        return sorted(one["name"].rpartition("/")[2] for one in found if one["type"] == "file")
 
     def some(self, names: Collection[str]) -> dict[str, StoredFile]:
         """The existing files among `names`."""
@@ -333,13 +330,9 @@ def _each(copy: Callable[[str, Advance], None], sizes: Mapping[str, int], advanc
         with lock:
             advance(num_bytes)
 
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
     with ThreadPoolExecutor(_WORKERS) as pool:
-        names = sorted(sizes, key=lambda name: (-sizes[name], name))
-        copies = [pool.submit(copy, name, count) for name in names]
         try:
-            for one in copies:
-                one.result()
+            list(pool.map(copy, names, repeat(count)))  # after an error, cancels files that wait
         finally:
             stopped.set()
-            for one in copies:
-                one.cancel()

@@ -4,13 +4,14 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
+from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from moe_exp.host.files import bytes_text
@@ -100,20 +101,26 @@ class _Counter:
         return bytes_text(units) if self.unit == "bytes" else f"{units:,} {self.unit}"
 
 
-def print_table(title: str, header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Prints a table of plain strings to standard output."""
-    table = Table(*(Column(name, overflow="fold") for name in header), title=title, title_justify="left")
+def print_table(
+    title: str, header: Collection[str], rows: Iterable[Iterable[str]], *, console: Console | None = None,
+    left: Collection[str] | None = None, box: Box = HEAVY_HEAD,
+) -> None:  # fmt: skip
+    """Prints a table of plain strings (default: to standard output), without a header if `header` is empty.
+    `left`: left-aligned columns; None: all.
+    """
+    table = Table(title=title, title_justify="left", show_header=bool(header), box=box)
+    for name in header:
+        is_left = left is None or name in left
+        table.add_column(name, justify="left" if is_left else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    table_console().print(table)
+    (console or table_console()).print(table)
 
 
 def print_summary(title: str, rows: Mapping[str, object]) -> None:
     """Prints a table with the results of a step to standard output."""
-    table = Table(title=title, show_header=False, title_justify="left")
-    for name, value in rows.items():
-        table.add_row(name, Text(f"{value:,}" if isinstance(value, int) else str(value)))  # not markup
-    table_console().print(table)
+    texts = {name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in rows.items()}
+    print_table(title, (), texts.items())
 
 
 def table_console(file: TextIO | None = None, *, highlight: bool = True) -> Console:

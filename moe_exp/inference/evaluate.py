@@ -172,7 +172,8 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
     if owner.settings.seq_len > (longest := saved.longest_sample):
         text = "data: sequences have SEQ_LEN=%d as in %s, but the model was trained with SEQ_LEN=%d"
         logger.warning(text, owner.settings.seq_len, owner.named, longest)
-    saved = saved.model_copy(update={name: getattr(owner.settings, name) for name in _HOW_DATA_IS_CUT})
+    how_data_is_cut = ("seq_len", "data_order", "document_mask", "eod_mask_loss")
+    saved = saved.model_copy(update={name: getattr(owner.settings, name) for name in how_data_is_cut})
     mask = saved.document_mask if request.document_mask is None else request.document_mask
     mask, capacity = mask and not request.by_document, request.capacity
     config = request.config_for(folder, capacity=capacity, document_mask=mask, seq_len=saved.seq_len)
@@ -252,9 +253,6 @@ class _Owner:
             raise self.error("training used neither VALID_DATA nor a SPLIT for validation")
         logger.info("data: the held-out part of the embedded corpus")
         return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix], (0.0, 1.0)
-
-
-_HOW_DATA_IS_CUT = ("seq_len", "data_order", "document_mask", "eod_mask_loss")
 
 
 def _number_problems(request: EvalRequest, saved: Config) -> Iterator[str]:

@@ -33,14 +33,13 @@ class Model:
         config: the model's settings.
         folder: iter_ folder of the checkpoint.
         module: Megatron's GPTModel, in eval mode.
-
     """
 
     def __init__(self, path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str = ""):
         self.folder = one_checkpoint(expanded(path))
         self._dtype, self._tokenizer = dtype, tokenizer
         check_files(self.folder)
-        self.config = config_for_use(self.folder, Layout(), dtype=dtype or None)
+        self.config = config_for_use(self.folder, Layout(), dtype=dtype)
         rank = runtime.share_alone(self.config)
         self.module = load_model(self.config, rank, self.folder)
         self._stage = Stage(self.config, rank, self.module)

@@ -89,10 +89,10 @@ class Layout:
 
 
 def config_for_use(
-    folder: Path, layout: Layout, *, dtype: str | None = None, capacity: bool = False,
+    folder: Path, layout: Layout, *, dtype: str = "", capacity: bool = False,
     document_mask: bool | None = False, seq_len: int = 0,
 ) -> Config:  # fmt: skip
-    """Settings for inference with the model of an iter_ folder; `dtype=None`, `document_mask=None` and
+    """Settings for inference with the model of an iter_ folder; `dtype=""`, `document_mask=None` and
     `seq_len=0` keep the training values. With `capacity`, MOE_TYPE=moe drops tokens as in training.
     Otherwise, no token is dropped, and results do not depend on the other tokens in the batch. ValueError if
     the checkpoint is unusable, ConfigError if the layout does not fit the model.
@@ -125,7 +125,7 @@ class Request:
 
     def config_for(self, folder: Path, **options: Any) -> Config:
         """Settings for inference with the layout and dtype of the request, see `config_for_use`."""
-        return config_for_use(folder, self.layout, dtype=self.dtype or None, **options)
+        return config_for_use(folder, self.layout, dtype=self.dtype, **options)
 
     @classmethod
     def read(cls: type[T], file: str) -> T:

@@ -204,16 +204,13 @@ def profile_text(calibration: Calibration, source: Path) -> str:
     return json.dumps(head | {"constants": constants, "fit": summary}, indent=2) + "\n"
 
 
-COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
-
-
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
     """Returns a CSV with a prediction per row. The time is empty if the row has no batch size or no DP;
     without DP, the memory is for DP=1.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    writer.writerow(("row_id", "mem_gb", "sec_per_it", "oom"))
     for row in rows:
         prediction = predict(job_of_row(row), load_hardware(row["gpu"]), constants)
         seconds = f"{prediction.time.total:.6g}" if row.get("gbs") and data_parallel_size(row) else ""

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -88,7 +89,6 @@ _IN_COLUMNS = {
     "cuda_graph",
 }  # fmt: skip
 FREE = {name for name, it in TRAITS.items() if not it.costs}
-_UNFUSED = "torch"  # default expert backend of GPU rows: grouped GEMMs that keep all intermediate activations
 _AS_SETTINGS = [name for name in Config.model_fields if name not in _IN_COLUMNS]
 
 
@@ -243,7 +243,7 @@ def data_parallel_size(row: Mapping[str, str]) -> int | None:
     """Returns a row's DP, or derives it from the number of GPUs; None if both are missing."""
     if row.get("dp"):
         return int(row["dp"])
-    whole, rest = divmod(_num_gpus(row), _number(row, "tp") * _number(row, "pp") * (_number(row, "cp") or 1))
+    whole, rest = divmod(_num_gpus(row), _number(row, "tp") * _number(row, "pp") * _number(row, "cp", 1))
     return whole if whole and not rest else None
 
 
@@ -251,9 +251,9 @@ def _num_gpus(row: Mapping[str, str]) -> int:
     return _number(row, "n_gpus") or _number(row, "nodes") * _number(row, "gpus_per_node")
 
 
-def _number(row: Mapping[str, str], column: str) -> int:
-    """Returns the number in a cell, or 0 if the cell is missing or empty."""
-    return int(row.get(column) or 0)
+def _number(row: Mapping[str, str], column: str, default: int = 0) -> int:
+    """Returns the number in a cell, or `default` if the cell is missing, empty or 0."""
+    return int(row.get(column) or 0) or default
 
 
 def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[str]:
@@ -269,7 +269,7 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
         if row.get("use_mem") == row.get("use_time") == "0":
             continue  # unused rows, such as a sweep's invalid layouts
         where = f"{path}, row {row['row_id']}"
-        tp, pp, cp, mbs = (_number(row, name) or 1 for name in ("tp", "pp", "cp", "mbs"))
+        tp, pp, cp, mbs = (_number(row, name, 1) for name in ("tp", "pp", "cp", "mbs"))
         dp = data_parallel_size(row) or 1
         ranks = tp * pp * cp * dp
         if (gpus := _num_gpus(row)) and gpus != ranks:
@@ -307,12 +307,10 @@ def _stage_layers(row: Mapping[str, str], config: Config, of_deepspeed: bool) ->
 
 
 def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
-    def number(name: str, default: int) -> int:
-        return _number(row, name) or default
-
+    number = partial(_number, row)
     tp, pp, mbs, dp = number("tp", 1), number("pp", 1), number("mbs", 1), data_parallel_size(row) or 1
-    per_node = number("gpus_per_node", 0) or load_hardware(row["gpu"]).gpus_per_node
-    num_gpus, experts = tp * pp * dp * number("cp", 1), number("experts", 0)
+    per_node = number("gpus_per_node") or load_hardware(row["gpu"]).gpus_per_node
+    num_gpus, experts = tp * pp * dp * number("cp", 1), number("experts")
     # From the layout, not the `nodes` column: a run may use only part of a node.
     nodes = (-(-num_gpus // per_node), per_node) if num_gpus % per_node == 0 else (1, num_gpus)
     hidden, heads = number("hidden", 1), number("heads", 1)
@@ -331,10 +329,10 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
     with suppress(ValueError):  # a sweep may record a device without a profile
         is_cpu = load_hardware(row["gpu"]).is_cpu
     if not is_cpu:
-        # The rows come from other programs or older versions, which had neither Triton loss nor kernels.
-        settings |= {"cross_entropy": "megatron", "main_params": "fp32"} | (
-            {"expert_backend": _UNFUSED} if experts > 1 else {}
-        )
+        # The rows come from other programs or older versions, which had neither Triton loss nor kernels, and
+        # whose grouped GEMMs kept all intermediate activations.
+        settings |= {"cross_entropy": "megatron", "main_params": "fp32"}
+        settings |= {"expert_backend": "torch"} if experts > 1 else {}
     if of_deepspeed:
         settings |= {"normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True}
     return settings | {name: _setting(name, row[name])[0] for name in _AS_SETTINGS if row.get(name)}

@@ -1,17 +1,17 @@
 """The plan of one run, and reports on plans and layouts as tables or as values for `--json`. No torch."""
 
 import io
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import groupby
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
-from rich.box import HEAVY_HEAD, SIMPLE, Box
-from rich.table import Table
+from rich.box import HEAVY_HEAD, SIMPLE
 
 from moe_exp.config import Config, raise_for
 from moe_exp.host.files import bytes_text, count_text, scaled_text
-from moe_exp.host.progress import table_console
+from moe_exp.host.progress import print_table, table_console
 from moe_exp.planner.calibration import Calibration
 from moe_exp.planner.costs import params
 from moe_exp.planner.costs.job import PlannedJob
@@ -198,6 +198,7 @@ class PlanPrinter:
 
     def __init__(self, stream: TextIO):
         self._console = table_console(stream, highlight=False)
+        self._table = partial(print_table, console=self._console)
 
     def run(self, plan: RunPlan) -> None:
         report, prediction = plan.report, plan.prediction
@@ -210,7 +211,7 @@ class PlanPrinter:
             "layers per stage": stages_text(report["stage_layers"]),
             **report["counted_as"],
             "memory": _verdict(prediction),
-            "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
+            "seconds per iteration": f"{_short(time['seconds'], 4)} {error_words(prediction)}",
             "TFLOP/s per GPU": f"{_short(time['tflops_per_gpu'])}, MFU {time['mfu']:.1%}",
             "tokens per second": f"{time['tokens_per_second']:,.0f}",
             "whole run": _whole(plan.cost),
@@ -224,10 +225,10 @@ class PlanPrinter:
         self._levers(plan.levers)
         total = prediction.time.total
         times = {
-            name.replace("_", " "): f"{_seconds(part)} s, {part / total:.1%}"
+            name.replace("_", " "): f"{_short(part, 4)} s, {part / total:.1%}"
             for name, part in prediction.time.parts().items()
         }
-        self._rows("time of an iteration", times | {"total": f"{_seconds(total)} s"})
+        self._rows("time of an iteration", times | {"total": f"{_short(total, 4)} s"})
 
     def search(self, found: Search, top: int, changes: Mapping[str, str]) -> None:
         """Prints the fastest layouts, how many are almost as fast, and why other layouts were rejected.
@@ -261,7 +262,7 @@ class PlanPrinter:
                     "layers per stage": stages_text(row["stage_layers"]),
                     "GiB": f"{of.peak_bytes / _GIBIBYTE:.1f}",
                     "left": f"{of.margin_bytes / of.memory_bytes:.0%}",
-                    "s/iteration": _seconds(one.seconds),
+                    "s/iteration": _short(one.seconds, 4),
                     "vs best": f"{row['slower_than_best']:+.1%}",
                     "TFLOP/s": f"{row['tflops_per_gpu']:.1f}",
                     "bubble": f"{of.time.bubble / one.seconds:.1%}",
@@ -270,7 +271,7 @@ class PlanPrinter:
                 }
                 rows.append({name: cells[name] for name in cells if not (is_narrow and name in _LEFT_OUT)})
             box = SIMPLE if is_narrow else HEAVY_HEAD
-            self.table(title, rows[0], (row.values() for row in rows), left=_WORDS, box=box)
+            self._table(title, rows[0], (row.values() for row in rows), left=_WORDS, box=box)
             if not is_narrow:
                 self._print(f"left: {_LEFT}, as a share of device memory")
         elif found.smallest:
@@ -288,7 +289,7 @@ class PlanPrinter:
     def best(self, candidate: Candidate, cost: Cost) -> None:
         config, write = candidate.config, self._console.print
         write(f"{layout_words(config)}: {_whole(cost)}")
-        write(f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}")
+        write(f"  {_short(candidate.seconds, 4)} s per iteration {error_words(candidate.prediction)}")
         write(f"  a global batch of {candidate.filling_batch:,} fills the pipeline; GBSZ is {config.gbsz:,}")
         write(f"  checkpoint size: {bytes_text(checkpoint_bytes(config))}")
 
@@ -311,7 +312,7 @@ class PlanPrinter:
             if explained.place <= len(found.ranked):
                 place = f"place {explained.place:,} of {len(found.ranked):,}"
             slower = f"{candidate.seconds / best.seconds - 1:+.1%} vs the best ({layout_words(best.config)})"
-            self._console.print(f"  {_seconds(candidate.seconds)} s per iteration, {slower}: {place}")
+            self._console.print(f"  {_short(candidate.seconds, 4)} s per iteration, {slower}: {place}")
             for name, seconds in explained.losses.items():
                 if abs(seconds) >= 0.0005 * best.seconds:
                     self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
@@ -327,8 +328,8 @@ class PlanPrinter:
                 value, prior = getattr(fit.constants, of.name), of.metadata["prior"]
                 constants.append((of.name, f"{value:.4g}", f"{prior:.4g}", of.metadata["meaning"]))
         columns = ("", "rows", "mean error", "largest", "mean left out", "90% within")
-        self.table("errors of predictions", columns, rows)
-        self.table("constants", ("constant", "value", "expected", "meaning"), constants)
+        self._table("errors of predictions", columns, rows)
+        self._table("constants", ("constant", "value", "expected", "meaning"), constants)
         # The measurements of these rows should be checked first.
         for name, fit in calibration.parts.items():
             if worst := sorted(fit.left_out.items(), key=lambda row: -abs(row[1]))[:5]:
@@ -342,7 +343,7 @@ class PlanPrinter:
             for key, one in content.items():
                 entry = one if isinstance(one, dict) and "value" in one else {"value": one}
                 rows.append((key, _number(entry["value"]), str(entry.get("source", ""))))
-            self.table(name, ("", "value", "source"), rows)
+            self._table(name, ("", "value", "source"), rows)
 
     def _memory(self, prediction: Prediction) -> None:
         """Prints the memory of the stages, and the activations of the fullest rank, largest first."""
@@ -359,7 +360,7 @@ class PlanPrinter:
             rows.append((name, *sizes, f"{members[0].total / _GIBIBYTE:.2f}", peak))
             first = last + 1
         title = f"memory of a rank, GiB: {_verdict(prediction)}"
-        self.table(title, ("stage", *_MEMORY_PARTS, "total", ""), rows, left=())
+        self._table(title, ("stage", *_MEMORY_PARTS, "total", ""), rows, left=())
         self._print(f"left: {_LEFT}")
         stage = prediction.stages[prediction.peak_stage]
         title = f"activations of a rank in stage {prediction.peak_stage}, GiB"
@@ -380,26 +381,13 @@ class PlanPrinter:
                 rows.append((lever.setting, *saved, f"{lever.slower:+.1%}", fits))
         if rows:
             title = "memory saved on the fullest rank, GiB (negative: the change needs more)"
-            self.table(title, ("change", "activations", "memory", "time", ""), rows)
+            self._table(title, ("change", "activations", "memory", "time", ""), rows)
         for lever in levers:
             if lever.problem:
                 self._print(f"{lever.setting} is invalid here: {lever.problem}")
 
     def _rows(self, title: str, rows: Mapping[str, str]) -> None:
-        self.table(title, (), [(name, value) for name, value in rows.items() if value])
-
-    def table(
-        self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], *,
-        left: Collection[str] | None = None, box: Box = HEAVY_HEAD,
-    ) -> None:  # fmt: skip
-        """Prints a table, without a header if `columns` is empty. `left`: left-aligned columns; None: all."""
-        table = Table(title=title, title_justify="left", show_header=columns != (), box=box)
-        for name in columns:
-            justify: Literal["left", "right"] = "left" if left is None or name in left else "right"
-            table.add_column(name, justify=justify, overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        self._console.print(table)
+        self._table(title, (), [(name, value) for name, value in rows.items() if value])
 
 
 def error_words(prediction: Prediction) -> str:
@@ -437,10 +425,6 @@ def _whole(cost: Cost) -> str:
     return words if cost.price is None else f"{words}, price {cost.price:,.2f}"
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.4g}" if seconds < 1000 else f"{seconds:,.0f}"
-
-
 def _number(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_number(one)}" for name, one in value.items())
@@ -449,6 +433,6 @@ def _number(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _short(number: float) -> str:
-    """Formats a number with three significant digits, or without decimals if it is at least 100."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+def _short(number: float, digits: int = 3) -> str:
+    """Formats a number with that many significant digits, or a number with more digits as an integer."""
+    return f"{number:,.0f}" if number >= 10 ** (digits - 1) else f"{number:.{digits}g}"

@@ -7,14 +7,16 @@ The schedules are Megatron-Core's: 1F1B, and the interleaved schedule with VPP m
 import csv
 import io
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.device import Pass
 from moe_exp.planner.costs.job import PlannedJob
-from moe_exp.planner.costs.timing import StagePass, stage_passes, time_of
+from moe_exp.planner.costs.timing import stage_passes, time_of
 from moe_exp.planner.hardware import Hardware, load_hardware
 from moe_exp.planner.measured import PUBLIC_RUNS, job_of_row
 from moe_exp.planner.prediction import Constants
@@ -57,31 +59,30 @@ def timeline(job: PlannedJob, hardware: Hardware, constants: TimeConstants, most
     return Timeline(events, len(passes), time.data_parallel + time.optimizer)
 
 
-def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Event]:
+def _scheduled(passes: Sequence[tuple[Pass, Pass]], count: int, chunks: int) -> list[Event]:
     """Simulates all stages: each pass starts as soon as its stage is free and its input is ready."""
     stages = len(passes)
-    orders = [list(_order(stage, stages, count, chunks)) for stage in range(stages)]
-    done: dict[PassKey, float] = {}  # end of each pass
-    free, places = [0.0] * stages, [0] * stages
-    events: list[Event] = []
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+    orders = [deque(_order(stage, stages, count, chunks)) for stage in range(stages)]
+    done: dict[PassKey | None, float] = {None: 0.0}  # end of each pass, and of none
+    free, events = [0.0] * stages, list[Event]()
+    while any(orders):
         before = len(events)
         for stage, order in enumerate(orders):
-            while places[stage] < len(order):
-                kind, chunk, microbatch = order[places[stage]]
+            while order:
+                kind, chunk, microbatch = order[0]
                 # The pass whose result this one needs. The first forward pass needs none; the first backward
                 # pass needs the forward pass of the same (last) stage.
                 at = chunk * stages + stage + (-1 if kind == "forward" else 1)
                 needed: PassKey | None = (at % stages, kind, at // stages, microbatch) if at >= 0 else None
                 if at == chunks * stages:
                     needed = stage, "forward", chunk, microbatch
-                if needed and needed not in done:
+                if needed not in done:
                     break
-                seconds, share = (getattr(of, kind) for of in (passes[stage].seconds, passes[stage].exchange))
-                start = max(free[stage], done[needed] if needed else 0.0)
+                order.popleft()
+                seconds, share = (getattr(of, kind) for of in passes[stage])
+                start = max(free[stage], done[needed])
                 free[stage] = done[stage, kind, chunk, microbatch] = start + seconds / chunks
                 events.append(Event(stage, kind, microbatch, chunk, start, free[stage], share / chunks))
-                places[stage] += 1
         assert len(events) > before, "deadlock in the schedule"
     return events
 
@@ -94,9 +95,8 @@ def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[K
     ahead = min(ahead, total)
 
     def at(index: int, *, is_forward: bool) -> tuple[int, int]:
-        chunk = index % group // stages if chunks > 1 else 0
-        microbatch = index // group * stages + index % stages if chunks > 1 else index
-        return (chunk if is_forward else chunks - 1 - chunk), microbatch
+        chunk = index % group // stages
+        return (chunk if is_forward else chunks - 1 - chunk), index // group * stages + index % stages
 
     for index in range(ahead):
         yield "forward", *at(index, is_forward=True)

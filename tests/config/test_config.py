@@ -20,8 +20,8 @@ from moe_exp.config import (
 )
 from moe_exp.config.presets import PRESETS
 from moe_exp.config.sections import launch
-from moe_exp.config.setting_types import traits
 from moe_exp.config.settings_file import unknown_variables
+from moe_exp.config.traits import traits
 from moe_exp.planner.measured import FREE
 from moe_exp.studies.child_runs import MEASURED_ONLY
 from moe_exp.studies.compare.variants import Variant, differences

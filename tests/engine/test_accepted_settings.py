@@ -14,7 +14,7 @@ from helpers.planner.built_ranks import build_rank
 from helpers.ranks import run_on_ranks
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.choices import LOSSES, OPTIMIZERS, SCORES
-from moe_exp.config.setting_types import traits
+from moe_exp.config.traits import traits
 from moe_exp.launch.machine_checks import check_machine
 
 NUMBERS = (0, 1, 2, 3, 4, 6, 8, 16, 0.01, 0.5, 0.9, 1.5)

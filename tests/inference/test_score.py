@@ -15,7 +15,7 @@ from moe_exp import cli
 from moe_exp.checkpoint.format.folders import Manifest
 from moe_exp.checkpoint.format.settings import _LAYOUT
 from moe_exp.config import Config
-from moe_exp.config.setting_types import traits
+from moe_exp.config.traits import traits
 from moe_exp.data.samples.dataset import SampleStream, split_batch
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.inference.ranks import (

@@ -4,14 +4,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from moe_exp.config.sections.model import ModelSettings
-from moe_exp.config.setting_types import (
-    LayerPattern,
-    LayersOrWindowed,
-    NonNegative,
-    OptionalWidth,
-    Rate,
-    model,
-)
+from moe_exp.config.setting_types import LayerPattern, LayersOrWindowed, NonNegative, OptionalWidth, Rate
+from moe_exp.config.traits import model, numerics
 
 
 class AttentionSettings(ModelSettings):
@@ -27,35 +21,32 @@ class AttentionSettings(ModelSettings):
         "which layers use SLIDING_WINDOW; n: every n-th layer, starting with the first (gpt-oss: 2); n:m: in "
         "turn n layers with a window and m without; or a list of 1 and 0 as in MOE_LAYER_FREQ",
     )
-    rotary_layers: LayersOrWindowed = model(
+    rotary_layers: LayersOrWindowed = numerics(
         "1",
         "layers with rotary position embedding; windowed: only layers with SLIDING_WINDOW; or a pattern as "
         "in WINDOW_PATTERN",
-        costs=False,
     )
-    window_rotary_base: Rate = model(
+    window_rotary_base: Rate = numerics(
         0.0,
         "rotary base of layers with SLIDING_WINDOW, which then ignore ROPE_SCALING; 0: all layers have the "
         "same rotary embedding",
-        costs=False,
     )
     window_query_groups: NonNegative = model(
         0, "key/value heads of layers with SLIDING_WINDOW; 0: same as NUM_QUERY_GROUPS (MiMo-V2-Flash)"
     )
-    value_head_dim: OptionalWidth = model(
+    value_head_dim: OptionalWidth = numerics(
         0,
         "channels of each value head, if fewer than those of a query/key head (MiMo-V2-Flash); the "
         "missing channels have zero weights; 0: as many as a query/key head has",
-        costs=False,
     )
-    value_scale: float = model(1.0, "factor applied to values (MiMo-V2-Flash)", gt=0, costs=False)
+    value_scale: float = numerics(1.0, "factor applied to values (MiMo-V2-Flash)", gt=0)
     attention_sinks: Literal["none", "all", "windowed"] = model(
         "none",
         "layers with attention sinks: per head, softmax gets an extra learned logit that belongs to no token "
         "(gpt-oss); windowed: only layers with SLIDING_WINDOW",
     )
-    attention_softcap: Rate = model(
-        0.0, "soft cap c of attention logits, c * tanh(logit / c) (Gemma 2); 0: none", costs=False
+    attention_softcap: Rate = numerics(
+        0.0, "soft cap c of attention logits, c * tanh(logit / c) (Gemma 2); 0: none"
     )
     attention_gate: bool = model(
         False,
@@ -107,14 +98,12 @@ class AttentionSettings(ModelSettings):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if not self.sliding_window:
-            fix = "set SLIDING_WINDOW"
-            names = ("window_pattern", "window_rotary_base", "window_query_groups")
-            yield from self.without_effect(names, "SLIDING_WINDOW=0", fix)
-            for name, usual in (("rotary_layers", "1"), ("attention_sinks", "none")):
-                if getattr(self, name) == "windowed":
-                    rule = "no layer has a window while SLIDING_WINDOW=0"
-                    yield self.problem(name, rule, f"{fix}, or {name.upper()}={usual}")
+        names = ("window_pattern", "window_rotary_base", "window_query_groups")
+        yield from self.without_effect("sliding_window", names)
+        for name, usual in (("rotary_layers", "1"), ("attention_sinks", "none")):
+            if getattr(self, name) == "windowed" and not self.sliding_window:
+                rule = "no layer has a window while SLIDING_WINDOW=0"
+                yield self.problem(name, rule, f"set SLIDING_WINDOW, or {name.upper()}={usual}")
         patterns = {"window_pattern": self.window_layers, "rotary_layers": self.layers_without_rotary}
         for name, layers in patterns.items():
             if getattr(self, name) != "windowed":

@@ -18,16 +18,8 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
 
 from moe_exp.config.sections.optimizer import OptimizerSettings
-from moe_exp.config.setting_types import (
-    Blend,
-    NonNegative,
-    OptionalNumbers,
-    PathText,
-    Rate,
-    Stages,
-    blend_members,
-    data,
-)
+from moe_exp.config.setting_types import Blend, NonNegative, PathText, Rate, Shares, Stages, blend_members
+from moe_exp.config.traits import data
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.files import is_url
 
@@ -70,7 +62,7 @@ class DataSettings(OptimizerSettings):
     )
     prepend_bos: bool = data(False, "begin each text document with TOKENIZER's beginning-of-sequence token")
     text_field: str = data("text", "field (.jsonl) or column (.parquet, .arrow) that contains the text")
-    split: OptionalNumbers = data(
+    split: Shares = data(
         "",
         "relative shares of TRAIN_DATA's documents for training, validation and test, such as '99,1' or "
         "'969,30,1'; use it instead of VALID_DATA",

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from moe_exp.config.errors import choices, divisors, problem
 from moe_exp.config.presets import PRESETS
-from moe_exp.config.setting_types import NonNegative, NumRanks, as_given, layout, one_line, place
+from moe_exp.config.setting_types import NonNegative, NumRanks, as_given, one_line
+from moe_exp.config.traits import layout, place
 from moe_exp.host.devices import count_gpus, num_cores
 
 

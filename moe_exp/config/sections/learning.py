@@ -11,7 +11,8 @@ from moe_exp.config.errors import multiples, problem
 from moe_exp.config.parameter_names import parameter_sizes, useless_rules
 from moe_exp.config.parsers import Rule, composed, is_composed, iteration_of
 from moe_exp.config.sections.parallel import SIZE_MULTIPLES, ParallelSettings
-from moe_exp.config.setting_types import IterationsOrShares, NonNegative, ParameterGroups, Positive, learning
+from moe_exp.config.setting_types import IterationsOrShares, NonNegative, ParameterGroups, Positive
+from moe_exp.config.traits import costly, learning
 
 _MOST_RAMP_STEPS, _MOST_RAMP_SAMPLES = 10_000, 10**15
 
@@ -97,8 +98,8 @@ class LearningSettings(ParallelSettings):
         "learning-rate schedule: a name, or a comma-separated list of phases such as 'constant:80%,linear' "
         "(constant for 80% of the iterations, then linear decay; docs/learning_rate.md)",
     )
-    mbsz: Positive = learning(8, "micro-batch size (samples)", costs=True)
-    gbsz: Positive = learning(64, "global batch size (samples)", costs=True)
+    mbsz: Positive = costly(8, "micro-batch size (samples)")
+    gbsz: Positive = costly(64, "global batch size (samples)")
     train_iters: Positive = learning(40000, "number of training iterations")
     warmup_iters: NonNegative = learning(
         1000,

@@ -19,8 +19,8 @@ from moe_exp.config.setting_types import (
     Width,
     as_given,
     layers_of_pattern,
-    model,
 )
+from moe_exp.config.traits import model, numerics
 
 # Settings that cannot be combined with MULTI_LATENT_ATTENTION, and the rule that each would break.
 _NOT_LATENT = {
@@ -64,7 +64,7 @@ class ModelSettings(LaunchSettings):
         "swiglu", "activation function of MLPs and experts; clamped_swiglu: inputs clamped to 7 (gpt-oss)"
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = model("RMSNorm", "type of the norm layers")
-    norm_epsilon: float = model(1e-05, "epsilon added to the variance in norm layers", gt=0, costs=False)
+    norm_epsilon: float = numerics(1e-05, "epsilon added to the variance in norm layers", gt=0)
     norm_bias: bool = model(True, "biases in norm layers (NORMALIZATION=LayerNorm)")
     norm_placement: Literal["pre", "post", "around", "around_moe", "parallel"] = model(
         "pre",
@@ -79,9 +79,9 @@ class ModelSettings(LaunchSettings):
         "what QK_NORM normalizes; head: each head; all: all heads together (OLMo 2, OLMoE); rotated: each "
         "head after the rotary embedding (Hunyuan)",
     )
-    qk_norm_epsilon: Rate = model(0.0, "epsilon of the QK_NORM norms; 0: same as NORM_EPSILON", costs=False)
+    qk_norm_epsilon: Rate = numerics(0.0, "epsilon of the QK_NORM norms; 0: same as NORM_EPSILON")
     qkv_bias: bool = model(False, "biases in the query, key and value projections only")
-    rotary_base: float = model(100000.0, "base of the rotary position embedding", gt=0, costs=False)
+    rotary_base: float = numerics(100000.0, "base of the rotary position embedding", gt=0)
     rotary_fraction: float = model(1.0, "fraction of each head's channels that is rotated", gt=0, le=1)
     rope_scaling: Literal["none", "llama3", "yarn"] = model(
         "none", "scaling of rotary frequencies for sequences longer than ROPE_ORIGINAL_SEQ_LEN"
@@ -116,55 +116,46 @@ class ModelSettings(LaunchSettings):
         True, "round the channel indices at which YARN_BETA_SLOW and YARN_BETA_FAST are reached (yarn)"
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
-    embedding_multiplier: float = model(1.0, "factor applied to the embeddings (Granite)", gt=0, costs=False)
-    residual_multiplier: float = model(
-        1.0, "factor on attention and MLP outputs before residual addition (Granite)", gt=0, costs=False
+    embedding_multiplier: float = numerics(1.0, "factor applied to the embeddings (Granite)", gt=0)
+    residual_multiplier: float = numerics(
+        1.0, "factor on attention and MLP outputs before residual addition (Granite)", gt=0
     )
-    attention_multiplier: Rate = model(
-        0.0,
-        "factor applied to attention scores before softmax (Granite); 0: 1 / sqrt(channels per head)",
-        costs=False,
+    attention_multiplier: Rate = numerics(
+        0.0, "factor applied to attention scores before softmax (Granite); 0: 1 / sqrt(channels per head)"
     )
-    logits_scaling: float = model(1.0, "divisor of the output logits (Granite)", gt=0, costs=False)
+    logits_scaling: float = numerics(1.0, "divisor of the output logits (Granite)", gt=0)
     mtp_num_layers: FewLayers = model(
         0,
         "number of multi-token prediction layers after the last layer (DeepSeek-V3): layer k predicts the "
         "token k + 1 positions ahead, in training only",
     )
-    mtp_loss_coeff: RateByIteration = model(
+    mtp_loss_coeff: RateByIteration = numerics(
         0.3,
         "coefficient of the multi-token prediction loss (mean over MTP_NUM_LAYERS): a number, or a schedule "
         "such as 0.3:70%,0.1 (0.3 for 70% of the iterations, then 0.1) or 0.3:5000,0.1 (for 5000 iterations)",
-        costs=False,
     )
     dropout: Probability = model(0.0, "dropout probability after attention, MLPs and the embedding")
     attention_dropout: Probability = model(0.0, "dropout probability of attention weights")
-    init_std: float = model(0.02, "standard deviation of the initial weights", gt=0, costs=False)
-    init_distribution: Literal["normal", "truncated_normal"] = model(
-        "normal",
-        "distribution of the initial weights; truncated_normal: cut off at 3 standard deviations",
-        costs=False,
+    init_std: float = numerics(0.02, "standard deviation of the initial weights", gt=0)
+    init_distribution: Literal["normal", "truncated_normal"] = numerics(
+        "normal", "distribution of the initial weights; truncated_normal: cut off at 3 standard deviations"
     )
-    parametrization: Literal["standard", "mup"] = model(
+    parametrization: Literal["standard", "mup"] = numerics(
         "standard",
         "how initial weights, learning rates and weight decay scale with model size; mup: a learning rate "
         "tuned on a small model transfers to a larger one",
-        costs=False,
     )
-    mup_base_hidden_size: NonNegative = model(
-        0,
-        "HIDDEN_SIZE of the base model on which LR and INIT_STD were tuned (PARAMETRIZATION=mup)",
-        costs=False,
+    mup_base_hidden_size: NonNegative = numerics(
+        0, "HIDDEN_SIZE of the base model on which LR and INIT_STD were tuned (PARAMETRIZATION=mup)"
     )
-    mup_base_moe_ffn_hidden_size: NonNegative = model(
-        0, "MOE_FFN_HIDDEN_SIZE of the base model; 0: same ratio to HIDDEN_SIZE as in this model", costs=False
+    mup_base_moe_ffn_hidden_size: NonNegative = numerics(
+        0, "MOE_FFN_HIDDEN_SIZE of the base model; 0: same ratio to HIDDEN_SIZE as in this model"
     )
-    mup_base_topk: NonNegative = model(0, "TOPK of the base model; 0: same as in this model", costs=False)
-    mup_rule: Annotated[str, one_of(MUP_RULES)] = model(
+    mup_base_topk: NonNegative = numerics(0, "TOPK of the base model; 0: same as in this model")
+    mup_rule: Annotated[str, one_of(MUP_RULES)] = numerics(
         "mean_field",
         "initialization of the experts' second projection (PARAMETRIZATION=mup); "
         + ", ".join(f"{name}: {rule.text}" for name, rule in MUP_RULES.items()),
-        costs=False,
     )
 
     @property
@@ -197,20 +188,14 @@ class ModelSettings(LaunchSettings):
         else:
             yield from self._attention_problems()
         yield from self.broken(
-            (self.qk_norm_scope != "head" and not self.qk_norm, "qk_norm_scope",
-             "has no effect while QK_NORM=false", "set QK_NORM=true, or QK_NORM_SCOPE=head"),
             (self.qk_norm_scope == "all" and self.normalization != "RMSNorm", "qk_norm_scope",
              f"is not implemented for NORMALIZATION={self.normalization}",
              "set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head"),
         )  # fmt: skip
-        if self.normalization != "LayerNorm":
-            other = f"NORMALIZATION={self.normalization}"
-            yield from self.without_effect(("norm_bias",), other, "set NORMALIZATION=LayerNorm")
-        if not self.qk_norm:
-            yield from self.without_effect(("qk_norm_epsilon",), "QK_NORM=false", "set QK_NORM=true")
+        yield from self.without_effect("normalization", ["norm_bias"], "LayerNorm")
+        yield from self.without_effect("qk_norm", ["qk_norm_scope", "qk_norm_epsilon"], "true")
         yield from self._rope_scaling_problems()
-        if not self.mtp_num_layers:
-            yield from self.without_effect(("mtp_loss_coeff",), "MTP_NUM_LAYERS=0", "set MTP_NUM_LAYERS")
+        yield from self.without_effect("mtp_num_layers", ["mtp_loss_coeff"])
         is_mup = self.parametrization == "mup"
         yield from self.broken(
             (is_mup and not self.mup_base_hidden_size, "mup_base_hidden_size",
@@ -244,9 +229,8 @@ class ModelSettings(LaunchSettings):
             (is_partial and self.rope_scaling == "yarn", "rotary_fraction",
              "Megatron's YaRN rotates all channels of a head", "set ROTARY_FRACTION=1, or ROPE_SCALING=none"),
         )  # fmt: skip
-        names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        fix = "set MULTI_LATENT_ATTENTION=true"
-        yield from self.without_effect(names, "MULTI_LATENT_ATTENTION=false", fix)
+        sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        yield from self.without_effect("multi_latent_attention", sizes, "true")
 
     def _latent_attention_problems(self) -> Iterator[str]:
         for name, rule in _NOT_LATENT.items():
@@ -263,9 +247,7 @@ class ModelSettings(LaunchSettings):
 
     def _rope_scaling_problems(self) -> Iterator[str]:
         scaling = self.rope_scaling
-        if scaling == "none":
-            extending = ("rope_scaling_factor", "rope_original_seq_len")
-            yield from self.without_effect(extending, "ROPE_SCALING=none", "set ROPE_SCALING")
+        yield from self.without_effect("rope_scaling", ["rope_scaling_factor", "rope_original_seq_len"])
         yield from self.broken(
             (scaling != "none" and self.rope_scaling_factor == 1, "rope_scaling",
              "has no effect while ROPE_SCALING_FACTOR=1", "set ROPE_SCALING_FACTOR, or ROPE_SCALING=none"),
@@ -276,16 +258,21 @@ class ModelSettings(LaunchSettings):
              f"must be at least YARN_BETA_SLOW={self.yarn_beta_slow:g}",
              "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1"),
         )  # fmt: skip
-        if scaling != "yarn":
-            names = [name for name in type(self).model_fields if name.startswith("yarn_")]
-            yield from self.without_effect(names, f"ROPE_SCALING={scaling}", "set ROPE_SCALING=yarn")
+        names = [name for name in type(self).model_fields if name.startswith("yarn_")]
+        yield from self.without_effect("rope_scaling", names, "yarn")
 
-    def without_effect(self, names: Sequence[str], other: str, fix: str) -> Iterator[str]:
-        """Yields an error line for each non-default setting in `names` that has no effect with `other`."""
+    def without_effect(self, switch: str, names: Sequence[str], needed: str = "") -> Iterator[str]:
+        """Yields an error line for each non-default setting in `names`, which have no effect unless the
+        setting `switch` is `needed` (default: any value except 0 and none).
+        """
+        value, switch = as_given(getattr(self, switch)), switch.upper()
+        if value == needed if needed else value not in ("0", "none"):
+            return
         for name in names:
             if getattr(self, name) != (default := type(self).model_fields[name].default):
-                usual = as_given(default).removesuffix(".0")
-                yield self.problem(name, f"has no effect while {other}", f"{fix}, or {name.upper()}={usual}")
+                usual = f"{name.upper()}={as_given(default).removesuffix('.0')}"
+                fix = f"set {switch}={needed}, or {usual}" if needed else f"set {switch}, or {usual}"
+                yield self.problem(name, f"has no effect while {switch}={value}", fix)
 
     def layers_in(self, pattern: str, first: int = 0) -> list[bool]:
         """Whether each layer is chosen by `pattern`; layers before `first` are never chosen. If `pattern`

@@ -10,16 +10,8 @@ from typing import Annotated, Literal
 from moe_exp.config.choices import DISPATCHERS, EXPERT_BACKENDS, one_of
 from moe_exp.config.errors import choices, divisors, multiples, problem
 from moe_exp.config.sections.router import RouterSettings
-from moe_exp.config.setting_types import (
-    LayerPattern,
-    NonNegative,
-    OptionalWidth,
-    PathText,
-    Positive,
-    Rate,
-    experts,
-    model,
-)
+from moe_exp.config.setting_types import LayerPattern, NonNegative, OptionalWidth, PathText, Positive, Rate
+from moe_exp.config.traits import experts, model
 
 
 class ExpertSettings(RouterSettings):

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from moe_exp.config.choices import EXPERT_BACKENDS, OPTIMIZERS, ExpertBackend, one_of
 from moe_exp.config.errors import multiples, problem
 from moe_exp.config.sections.learning import LearningSettings
-from moe_exp.config.setting_types import Positive, Probability, Rate, Seed, learning
+from moe_exp.config.setting_types import Positive, Probability, Rate, Seed
+from moe_exp.config.traits import costly, learning
 
 # bf16 has 8 bits of precision: relative changes below 2^-8 may be rounded away.
 _LARGEST_BF16_BETA = 1 - 2**-8
@@ -28,43 +29,35 @@ ENVIRONMENT = {
 class OptimizerSettings(LearningSettings):
     """Settings of the section Optimization, from OPTIMIZER to DTYPE."""
 
-    optimizer: Annotated[str, one_of(OPTIMIZERS)] = learning(
-        "adam",
-        "; ".join(f"{name}: {it.text}" if it.text else name for name, it in OPTIMIZERS.items()),
-        costs=True,
+    optimizer: Annotated[str, one_of(OPTIMIZERS)] = costly(
+        "adam", "; ".join(f"{name}: {it.text}" if it.text else name for name, it in OPTIMIZERS.items())
     )
-    optimizer_state_dtype: Literal["fp32", "bf16"] = learning(
-        "fp32", "data type of Adam's two moments (OPTIMIZER=adam)", costs=True
+    optimizer_state_dtype: Literal["fp32", "bf16"] = costly(
+        "fp32", "data type of Adam's two moments (OPTIMIZER=adam)"
     )
-    main_params: Literal["auto", "fp32", "remainder"] = learning(
+    main_params: Literal["auto", "fp32", "remainder"] = costly(
         "auto",
         "storage of fp32 main weights in bf16 runs; fp32: a full copy; remainder: only the 16 bits that the "
         "bf16 weights lack (same results); auto: remainder if possible (GPU, OPTIMIZER=adam), else fp32",
-        costs=True,
         compared=False,
     )
-    grad_dtype: Literal["fp32", "bf16"] = learning(
+    grad_dtype: Literal["fp32", "bf16"] = costly(
         "fp32",
         "data type in which gradients are accumulated over micro-batches and reduced across ranks; bf16 "
         "saves 2 bytes per parameter, but rounds at every micro-batch (docs/optimizers.md)",
-        costs=True,
     )
-    offload_optimizer: bool = learning(
+    offload_optimizer: bool = costly(
         False,
         "keep fp32 main weights and moments in host memory, and update them there; the GPU keeps 6 bytes per "
         "parameter; requires OPTIMIZER=adam and DTYPE=bf16",
-        costs=True,
         compared=False,
     )
-    sgd_momentum: Probability = learning(
-        0.9, "momentum (OPTIMIZER=sgd); 0: no momentum and no optimizer state", costs=True
-    )
+    sgd_momentum: Probability = costly(0.9, "momentum (OPTIMIZER=sgd); 0: no momentum and no optimizer state")
     muon_momentum: Probability = learning(0.95, "momentum (OPTIMIZER=muon)")
-    qk_clip: Rate = learning(
+    qk_clip: Rate = costly(
         0.0,
         "maximum attention logit: after each step, the query and key projections of heads with larger logits "
         "are scaled down (QK-clip, or MuonClip with OPTIMIZER=muon; Kimi K2 uses 100); 0: off",
-        costs=True,
     )
     weight_decay: Rate = learning(
         0.1,
@@ -75,23 +68,21 @@ class OptimizerSettings(LearningSettings):
     adam_beta2: Probability = learning(0.95, "AdamW beta 2")
     adam_eps: float = learning(1e-08, "AdamW epsilon", gt=0)
     clip_grad: Rate = learning(1.0, "maximum gradient norm; 0: no clipping")
-    ema_decay: Probability = learning(
+    ema_decay: Probability = costly(
         0.0,
         "decay of an exponential moving average of the weights, such as 0.999; the average is in fp32, saved "
         "in checkpoints and evaluated as ema_lm_loss; 0: no average",
-        costs=True,
     )
     average_every: Positive = learning(
         1, "optimizer steps between updates of the moving average (with EMA_DECAY)"
     )
     seed: Seed = learning(1234, "random seed for weights, data order and dropout")
-    deterministic: bool = learning(
+    deterministic: bool = costly(
         False,
         "use deterministic algorithms: bit-identical results on the same GPUs, software and parallel layout; "
         "may be slower; operations without a deterministic algorithm end the run",
-        costs=True,
     )
-    dtype: Literal["fp32", "bf16", "fp16"] = learning("bf16", "data type for computation", costs=True)
+    dtype: Literal["fp32", "bf16", "fp16"] = costly("bf16", "data type for computation")
 
     def deterministic_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Environment variables that DETERMINISTIC requires but `environ` does not define."""

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from moe_exp.config.sections.data import DataSettings
-from moe_exp.config.setting_types import NonNegative, PathText, Positive, names_text, output, place, shown
+from moe_exp.config.setting_types import NonNegative, PathText, Positive, names_text, shown
+from moe_exp.config.traits import bookkeeping, output, place
 
 
 class OutputSettings(DataSettings):
@@ -18,11 +19,10 @@ class OutputSettings(DataSettings):
         "in an object store; empty: the run's own checkpoints. Optimizer state and iteration are loaded too, "
         "unless ckpt reshape --weights-only removed them",
     )
-    remote_dir: str = output(
+    remote_dir: str = bookkeeping(
         "",
         "object store folder (s3://, gs://) to which each checkpoint is copied, with config.yaml and "
         "metrics.jsonl; a run folder without checkpoints resumes from this copy",
-        compared=False,
     )
     allow_other_model: bool = output(
         False,
@@ -36,30 +36,21 @@ class OutputSettings(DataSettings):
     save_at_end: bool = output(
         True, "save a checkpoint when the run ends; false: only every SAVE_INTERVAL iterations"
     )
-    async_save: bool = output(
+    async_save: bool = bookkeeping(
         False,
         "continue training while checkpoint files are written; the next save waits until they are written",
-        compared=False,
     )
-    keep_last: NonNegative = output(
-        0,
-        "number of newest checkpoints to keep; older ones are deleted; 0: keep all",
-        compared=False,
+    keep_last: NonNegative = bookkeeping(
+        0, "number of newest checkpoints to keep; older ones are deleted; 0: keep all"
     )
-    keep_every: NonNegative = output(
-        0,
-        "if KEEP_LAST is set, also keep checkpoints at multiples of this number of iterations; 0: off",
-        compared=False,
+    keep_every: NonNegative = bookkeeping(
+        0, "if KEEP_LAST is set, also keep checkpoints at multiples of this number of iterations; 0: off"
     )
-    keep_best: NonNegative = output(
-        0,
-        "if KEEP_LAST is set, also keep this many checkpoints with the lowest validation loss; 0: off",
-        compared=False,
+    keep_best: NonNegative = bookkeeping(
+        0, "if KEEP_LAST is set, also keep this many checkpoints with the lowest validation loss; 0: off"
     )
-    verify_checkpoint: bool = output(
-        True,
-        "verify the checksums of a checkpoint's files before loading; false: verify only the file sizes",
-        compared=False,
+    verify_checkpoint: bool = bookkeeping(
+        True, "verify the checksums of a checkpoint's files before loading; false: verify only the file sizes"
     )
     exit_interval: NonNegative = output(
         0, "save and exit at the next multiple of this number of iterations; 0: never"
@@ -70,20 +61,15 @@ class OutputSettings(DataSettings):
     )
     eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: no evaluation")
     eval_iters: NonNegative = output(10, "number of global batches per evaluation")
-    tensorboard_axes: bool = output(
-        False,
-        "also plot losses over tokens, FLOPs and training time in TensorBoard, as runs named by_*",
-        compared=False,
+    tensorboard_axes: bool = bookkeeping(
+        False, "also plot losses over tokens, FLOPs and training time in TensorBoard, as runs named by_*"
     )
-    wandb_project: str = output("", "Weights & Biases project; empty: not used", compared=False)
-    prometheus_file: PathText = output(
+    wandb_project: str = bookkeeping("", "Weights & Biases project; empty: not used")
+    prometheus_file: PathText = bookkeeping(
         "",
         "file NAME.prom for the latest metrics, read by node_exporter's textfile collector; empty: no file",
-        compared=False,
     )
-    wandb_mode: Literal["online", "offline", "disabled"] = output(
-        "online", "Weights & Biases mode", compared=False
-    )
+    wandb_mode: Literal["online", "offline", "disabled"] = bookkeeping("online", "Weights & Biases mode")
 
     @property
     def name(self) -> str:

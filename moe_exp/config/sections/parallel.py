@@ -15,11 +15,10 @@ from moe_exp.config.setting_types import (
     RecomputedModules,
     StageLayers,
     as_given,
-    experts,
-    layout,
     shown,
     stage_terms,
 )
+from moe_exp.config.traits import experts, layout
 
 # Matrix sizes in FP8 products must be multiples of these.
 SIZE_MULTIPLES = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}

@@ -13,9 +13,9 @@ from moe_exp.config.setting_types import (
     Rate,
     Timeout,
     WholeNumbers,
-    care,
     iteration_ranges,
 )
+from moe_exp.config.traits import care
 
 # The trace of one iteration of a large model is hundreds of MB.
 _MOST_TRACED = 100

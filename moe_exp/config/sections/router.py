@@ -7,17 +7,8 @@ from typing import Annotated, Literal
 from moe_exp.config.choices import LOSSES, NO_LOSS, SCORES, one_of
 from moe_exp.config.errors import choices, divisors
 from moe_exp.config.sections.attention import AttentionSettings
-from moe_exp.config.setting_types import (
-    LossKinds,
-    NonNegative,
-    Numbers,
-    NumExperts,
-    Probability,
-    Rate,
-    as_given,
-    experts,
-    model,
-)
+from moe_exp.config.setting_types import Losses, NonNegative, Numbers, NumExperts, Probability, Rate, as_given
+from moe_exp.config.traits import experts, model
 
 # Values that the layers implement.
 NAMES = {
@@ -300,7 +291,7 @@ class RouterSettings(AttentionSettings):
         "replace the router's choice, for benchmarks; balanced: equal loads; zipf: loads that follow "
         "Zipf's law",
     )
-    aux_loss_type: LossKinds = experts(
+    aux_loss_type: Losses = experts(
         "aux_loss",
         "one or more load-balancing losses, separated by commas: "
         + ", ".join(f"{name} ({loss.text})" if loss.text else name for name, loss in LOSSES.items())

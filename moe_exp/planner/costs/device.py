@@ -81,7 +81,6 @@ class Device:
         self.fp4_speedup = hardware.dense_flops.get("fp4", 0.0) / peak * constants.fp4_matrix * narrow
         self.cast_share = constants.cast_bytes if self.is_recent else 1.0
         self.host_share = constants.host_grace if hardware.name.startswith("GB") else 1.0
-        self.num_units = hardware.num_units
         self.half_depth = 0.0 if self.is_cpu else depth
         self.unaligned = 1.0 if self.is_cpu else constants.unaligned
         if architecture == "volta":
@@ -99,7 +98,7 @@ class Device:
         k need not be aligned.
         """
         # Waves of tiles are a property of GPUs.
-        work = m * n * count if self.is_cpu else _in_waves(m, n, count, self.num_units)
+        work = m * n * count if self.is_cpu else _in_waves(m, n, count, self.hardware.num_units)
         seconds = 2 * work * k / self.flops * (k + self.half_depth) / k
         is_aligned = n % _ALIGNMENT == 0 and (sums_over_rows or k % _ALIGNMENT == 0)
         return seconds if is_aligned else seconds * self.unaligned

@@ -86,7 +86,7 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
     elementwise = constants.elementwise if device.is_recent else 1.0
     parts = {name: _linears(job, device, shapes) for name, shapes in job.products.items()}
     parts["core"] = _core(job, device)
-    shared = shared_rows(config, tokens, job.sequence_parallel) * config.hidden_size
+    shared = shared_rows(config, job.sequence_parallel) * config.hidden_size
     parts["norms"] = device.moved(shared, _RESIDUAL_BYTES) * elementwise
     if device.is_recent:
         keys = config.num_heads if config.multi_latent_attention else config.num_query_groups
@@ -102,7 +102,7 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
     parts["mlp"] += activated(tokens * ways * config.ffn_hidden_size / config.tp)
     parts |= {"rows": nothing, "activation": nothing}
     if config.use_moe:
-        slots = num_slots(config, tokens, job.sequence_parallel)
+        slots = num_slots(config, job.sequence_parallel)
         parts["activation"] = activated(slots * config.expert_ffn_size / config.etp)
         parts["shared_expert"] += activated(tokens * ways * config.shared_expert_size / config.tp)
         parts["rows"] = device.moved(slots * config.expert_hidden_size, _SLOT_BYTES)

@@ -79,13 +79,13 @@ def parameters_of_stages(
     PP is the length of `stage_layers` (a stage may have no layers); TP, EP, ETP and VPP come from the
     config. `learned_positions`: adds an embedding row per position, replicated over tensor-parallel ranks.
     """
-    num_moe_before = list(accumulate(config.moe_layers, initial=0))
     dense_layer, moe_layer, mtp, windowed = _layers(config, config.tp, config.etp)
-    experts = moe_layer.expert // config.ep
+    is_moe, has_window = config.moe_layers, config.window_layers
     # Outside the layers: embedding on the first stage, final norm and output layer on the last.
-    ends = tables_of_stages(config, len(stage_layers))
-    ends[0] += config.seq_len * config.hidden_size if learned_positions else 0
-    ends[-1] += _final_norm(config)
+    dense, expert = tables_of_stages(config, len(stage_layers)), [0] * len(stage_layers)
+    dense[0] += config.seq_len * config.hidden_size if learned_positions else 0
+    dense[-1] += _final_norm(config) + config.mtp_num_layers * mtp.dense
+    expert[-1] += config.mtp_num_layers * (mtp.expert // config.ep)
     # Model chunks are assigned to the stages in turn. If VPP does not divide a stage, its first chunks get an
     # extra layer; if the stages do not add up to NUM_LAYERS, the last chunk gets the rest.
     num_chunks = config.vpp or 1
@@ -93,19 +93,12 @@ def parameters_of_stages(
     chunk_ends = [*accumulate((layers + left) // num_chunks for left in parts for layers in stage_layers)]
     chunk_ends[-1] = config.num_layers
     bounds = [0, *(min(end, config.num_layers) for end in chunk_ends)]
-    num_layers, num_moe = [0] * len(stage_layers), [0] * len(stage_layers)
     for chunk, (first, end) in enumerate(pairwise(bounds)):
-        num_layers[chunk % len(stage_layers)] += end - first
-        num_moe[chunk % len(stage_layers)] += num_moe_before[end] - num_moe_before[first]
-        num_windows = sum(config.window_layers[first:end])
-        ends[chunk % len(stage_layers)] += num_windows * (windowed.dense - dense_layer.dense)
-    stages = [
-        RankParameters(at_ends + (layers - moe) * dense_layer.dense + moe * moe_layer.dense, moe * experts)
-        for at_ends, layers, moe in zip(ends, num_layers, num_moe, strict=True)
-    ]
-    dense, expert = (config.mtp_num_layers * size for size in (mtp.dense, mtp.expert // config.ep))
-    stages[-1] = RankParameters(stages[-1].dense + dense, stages[-1].expert + expert)
-    return stages
+        stage, num_moe = chunk % len(stage_layers), sum(is_moe[first:end])
+        dense[stage] += (end - first - num_moe) * dense_layer.dense + num_moe * moe_layer.dense
+        dense[stage] += sum(has_window[first:end]) * (windowed.dense - dense_layer.dense)
+        expert[stage] += num_moe * (moe_layer.expert // config.ep)
+    return [RankParameters(*sizes) for sizes in zip(dense, expert, strict=True)]
 
 
 def tables_of_stages(config: Config, num_stages: int) -> list[int]:

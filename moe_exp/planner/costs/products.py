@@ -122,8 +122,8 @@ def products(config: Config, *, sequence_parallel: bool) -> dict[str, list[Shape
     }
     if config.use_moe:
         local, ffn = config.num_experts / config.ep, config.expert_ffn_size / config.etp
-        each = num_slots(config, tokens, sequence_parallel) / local
-        rows, width = shared_rows(config, tokens, sequence_parallel), config.expert_hidden_size
+        each = num_slots(config, sequence_parallel) / local
+        rows, width = shared_rows(config, sequence_parallel), config.expert_hidden_size
         found["router"] = [Shape(rows, config.num_router_outputs, hidden)]
         if config.moe_latent_size:
             down_and_up = ((width, hidden), (hidden, width))
@@ -143,14 +143,14 @@ def hidden_bytes(config: Config) -> float:
     return num_tokens(config) * config.hidden_size * (4 if config.dtype == "fp32" else 2)
 
 
-def shared_rows(config: Config, tokens: float, sequence_parallel: bool) -> float:
-    """Returns how many of a micro-batch's `tokens` a rank processes outside tensor-parallel products."""
-    return tokens / config.tp if sequence_parallel else tokens
+def shared_rows(config: Config, sequence_parallel: bool) -> float:
+    """Returns how many tokens of a micro-batch a rank processes outside tensor-parallel products."""
+    return num_tokens(config) / (config.tp if sequence_parallel else 1)
 
 
-def num_slots(config: Config, tokens: float, sequence_parallel: bool) -> float:
+def num_slots(config: Config, sequence_parallel: bool) -> float:
     """Returns a rank's number of slots (token-expert pairs), at even load or padded to capacity."""
-    factor, rows = config.expert_capacity_factor, shared_rows(config, tokens, sequence_parallel)
+    factor, rows = config.expert_capacity_factor, shared_rows(config, sequence_parallel)
     if factor is not None and config.pad_to_capacity:
         return padded_slots(config, rows)
     return rows * config.experts_per_token * config.etp * min(factor or 1.0, 1.0)

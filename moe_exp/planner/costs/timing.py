@@ -94,16 +94,10 @@ def time_of(
     )
 
 
-@dataclass(frozen=True)
-class StagePass:
-    """Seconds of a micro-batch on a pipeline stage, over all its model chunks."""
-
-    seconds: Pass
-    exchange: Pass  # part of `seconds` spent on token dispatch and combine
-
-
-def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
-    """Returns a StagePass per stage; half of the collectives (recompute: a third) are in the forward pass."""
+def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[tuple[Pass, Pass]]:
+    """Returns the time of a micro-batch on each pipeline stage, over all its model chunks, and the part of it
+    spent on token dispatch and combine. Half of the collectives (recompute: a third) are in the forward pass.
+    """
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, parts = layer_times(job, device), _parts_of_stages(job, device)
     found = []
@@ -117,7 +111,7 @@ def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) 
         share = 1 / 3 if job.config.recompute in ("full", "selective") else 1 / 2
         exchange = parts["expert_parallel"][stage]
         seconds = Pass(forward + share * sent, computed - forward + (1 - share) * sent)
-        found.append(StagePass(seconds, Pass(share * exchange, (1 - share) * exchange)))
+        found.append((seconds, Pass(share * exchange, (1 - share) * exchange)))
     return found
 
 

@@ -116,9 +116,6 @@ def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None)
     return settings
 
 
-_ALWAYS = {*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz"}
-
-
 def exported_settings(
     config: Config, defaults: Config, *, overrides: bool = True
 ) -> Iterator[tuple[str, str]]:
@@ -134,7 +131,8 @@ def exported_settings(
     schedule = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
     usual = defaults.model_dump()
     usual |= {"warmup_iters": schedule.warmup_iters, "decay_iters": schedule.decay_iters}
-    always = _ALWAYS if overrides else _ALWAYS - {*SPLIT_SETTINGS, "recompute_modules", "offload_modules"}
+    always = {*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz"}
+    always -= set() if overrides else {*SPLIT_SETTINGS, "recompute_modules", "offload_modules"}
     others = ("preset", "master_addr", "master_port", "node_rank", "num_workers", "threads_per_rank")
     for name in type(config).model_fields:
         value = getattr(config, name)

@@ -16,7 +16,7 @@ from moe_exp.checkpoint.hf.fields import UnsupportedModel
 from moe_exp.checkpoint.hf.importing import architecture_of, settings_of
 from moe_exp.config import Config, load_config
 from moe_exp.config.model_changes import function_facts, shape_facts
-from moe_exp.config.setting_types import traits
+from moe_exp.config.traits import traits
 
 COEF, Z = "router_aux_loss_coef", "router_z_loss_coef"
 LLAMA = {

@@ -11,7 +11,7 @@ from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import memory_of
 from moe_exp.planner.costs.params import tables_of_stages
 from moe_exp.planner.costs.products import PRICED_BACKENDS
-from moe_exp.planner.costs.timing import IterationTime, StagePass, bubble_seconds, time_of
+from moe_exp.planner.costs.timing import IterationTime, bubble_seconds, time_of
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.prediction import load_constants, predict
@@ -40,7 +40,7 @@ MOE = {"use_moe": True, "num_experts": 8, "topk": 2}
 
 def simulated(stages: list[float], num_microbatches: int) -> float:
     """1F1B by its rules, of which a third of a stage's time is forward."""
-    passes = [StagePass(Pass(seconds / 3, 2 * seconds / 3), Pass(0.0, 0.0)) for seconds in stages]
+    passes = [(Pass(seconds / 3, 2 * seconds / 3), Pass(0.0, 0.0)) for seconds in stages]
     return max(event.end for event in scheduled(passes, num_microbatches, 1))
 
 
