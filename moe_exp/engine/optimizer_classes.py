@@ -19,6 +19,9 @@ from torch.optim.adamw import adamw
 from moe_exp.engine.adamw import adamw_step, join, split, step_factors
 from moe_exp.host.megatron_versions import refuse_cuda_graphs
 
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 AVERAGE = "ema"  # another state of a parameter, not used by the optimizers: see averaged_weights.py
 BLOCK = 256  # values that share a scale in 8 bits, as in bitsandbytes' kernels
@@ -283,6 +286,22 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer.allocate(p, group)
+
+
+def stepped(part: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields (model parameter, the optimizer's tensor for it) of one of Megatron's chained optimizers."""
+    # Megatron has three kinds of optimizer. They step on this rank's fp32 ranges, on fp32 copies of 16-bit
+    # parameters, or on the parameters themselves.
+    if isinstance(part, DistributedOptimizer):
+        parameters = [*part.model_float16_groups, *part.model_fp32_groups]
+        tensors = [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups]
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        parameters = [*part.float16_groups, *part.fp32_from_fp32_groups]
+        tensors = [*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups]
+    else:
+        parameters = tensors = [group["params"] for group in part.optimizer.param_groups]
+    for of_group in zip(parameters, tensors, strict=True):
+        yield from zip(*of_group, strict=True)
 
 
 @contextmanager
