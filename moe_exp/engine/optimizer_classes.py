@@ -31,9 +31,12 @@ _CHUNK = 1 << 22  # values quantized at once, to bound memory
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101) with FusedAdam's interface and PyTorch's kernel."""
+    """AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101) with FusedAdam's interface and PyTorch's kernel.
 
-    _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
+    `state_dtype`: dtype of the moments; None: the parameter's. With bf16, they are updated in fp32
+    (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
+    """
+
     # Set by fused_step.py: whether `adamw_step` runs, the norm of all gradients on the device, its limit, and
     # the 16-bit weights to write, by main weight.
     uses_kernel, clip = False, 0.0
@@ -43,12 +46,14 @@ class Adam(torch.optim.Optimizer):
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, adam_w_mode: bool = True, capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
     ):  # fmt: skip
         if not adam_w_mode:
             rule = "only decoupled weight decay is supported"
             raise ValueError(f"adam_w_mode=False: {rule}. Fix: use decoupled_weight_decay=True.")
         refuse_cuda_graphs(capturable)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._dtype = state_dtype
         # By main weight, which then has no values of its own: int16 remainders (MAIN_PARAMS, see adamw.py),
         # or fp32 weights in host memory (`OffloadedAdam`).
         self.stored: dict[Tensor, Tensor] = {}
@@ -77,7 +82,7 @@ class Adam(torch.optim.Optimizer):
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
         """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`."""
-        return {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
+        return {name: self.state[p][name].float() for name in MOMENTS if name in self.state[p]}
 
     def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
         """Sets the moments of `p` to `values`, which have the format that `moments` returns."""
@@ -108,7 +113,14 @@ class Adam(torch.optim.Optimizer):
                 self._update(group, [p])
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        _fused_adamw(group, params, [self.state[p] for p in params])
+        if self._dtype is None:
+            _fused_adamw(group, params, [self.state[p] for p in params])
+            return
+        for p in params:
+            moments = self.moments(p)
+            _fused_adamw(group, [p], [moments])
+            # rounds to nearest: a change by less than 2^-8 of a moment may be lost
+            self.set_moments(p, moments)
 
     def _update_by_kernel(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         if not params:
@@ -140,22 +152,6 @@ def _fused_adamw(
         list(steps.unbind()), fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
         lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
     )  # fmt: skip
-
-
-class Bf16Adam(Adam):
-    """Adam with moments stored in bf16 and updated in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
-
-    _dtype = torch.bfloat16
-
-    def moments(self, p: Tensor) -> dict[str, Tensor]:
-        return {name: value.float() for name, value in super().moments(p).items()}
-
-    def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        for p in params:
-            moments = self.moments(p)
-            _fused_adamw(group, [p], [moments])
-            # rounds to nearest: a change by less than 2^-8 of a moment may be lost
-            self.set_moments(p, moments)
 
 
 class Adam8bit(Adam):
