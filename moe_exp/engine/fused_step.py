@@ -8,7 +8,7 @@ writes the model weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -105,12 +105,7 @@ class FusedStep:
                     part._copy_model_grads_to_main_grads = partial(_share_gradients, part)
                 # Megatron also copies after a load; in a step, the kernel has already written the weights.
                 copy = part._copy_main_params_to_model_params
-                part._copy_main_params_to_model_params = partial(self.unless_stepping, copy)
-
-    def unless_stepping(self, copy: Callable[[], None]) -> None:
-        """Calls `copy` unless a step is in progress."""
-        if not self._is_stepping:
-            copy()
+                part._copy_main_params_to_model_params = lambda copy=copy: self._is_stepping or copy()
 
     @torch.no_grad()
     def __call__(self) -> tuple[None, Tensor, float | None]:

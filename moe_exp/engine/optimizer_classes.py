@@ -68,7 +68,7 @@ class Adam(torch.optim.Optimizer):
                 params = [p for p in group["params"] if p.grad is not None]
                 for p in params:
                     self.allocate(p, group)
-                if self.uses_kernel:
+                if self.uses_kernel and params:
                     self._update_by_kernel(group, params)
                 else:
                     self._update(group, [p for p in params if p not in self.stored])
@@ -79,15 +79,6 @@ class Adam(torch.optim.Optimizer):
         if not self.state[p]:
             names = ("exp_avg", "exp_avg_sq")
             self.state[p] = {name: torch.zeros_like(p, dtype=self._dtype) for name in names}
-
-    def moments(self, p: Tensor) -> dict[str, Tensor]:
-        """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`."""
-        return {name: self.state[p][name].float() for name in MOMENTS if name in self.state[p]}
-
-    def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Sets the moments of `p` to `values`, which have the format that `moments` returns."""
-        for name, value in values.items():
-            self.state[p][name].copy_(value)
 
     def join(self, p: Tensor) -> None:
         """If `p` is split (see `split`), makes it hold fp32 main weights again."""
@@ -117,14 +108,12 @@ class Adam(torch.optim.Optimizer):
             _fused_adamw(group, params, [self.state[p] for p in params])
             return
         for p in params:
-            moments = self.moments(p)
-            _fused_adamw(group, [p], [moments])
+            found = moments(self, p)
+            _fused_adamw(group, [p], [found])
             # rounds to nearest: a change by less than 2^-8 of a moment may be lost
-            self.set_moments(p, moments)
+            set_moments(self, p, found)
 
     def _update_by_kernel(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        if not params:
-            return
         step = torch.full((), float(group["step"]), dtype=torch.float64, device=params[0].device)
         factors = step_factors(
             self.norm, step, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"],
@@ -196,20 +185,21 @@ class Adam8bit(Adam):
             self.state[p][name] = torch.zeros_like(p, dtype=torch.uint8)
             self.state[p][f"{name}_scale"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
 
-    def moments(self, p: Tensor) -> dict[str, Tensor]:
+    def is_in_8_bits(self, p: Tensor) -> bool:
+        """Whether the moments of `p` are in 8 bits."""
+        return bool(self.state[p]["exp_avg"].dtype == torch.uint8)
+
+    def dequantized_moments(self, p: Tensor) -> dict[str, Tensor]:
+        """The moments of `p`, which are in 8 bits, in fp32."""
         state = self.state[p]
-        if state["exp_avg"].dtype != torch.uint8:
-            return super().moments(p)
         return {
             name: dequantized(state[name], state[f"{name}_scale"], self._table(p.device)[name]).view(p.shape)
             for name in ("exp_avg", "exp_avg_sq")
         }
 
-    def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
+    def quantize_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Sets the moments of `p`, which are in 8 bits."""
         state = self.state[p]
-        if state["exp_avg"].dtype != torch.uint8:
-            super().set_moments(p, values)
-            return
         for name in ("exp_avg", "exp_avg_sq"):
             codes, scale = quantized(values[name], self._table(p.device)[name])
             state[name].copy_(codes.view(p.shape))
@@ -223,9 +213,8 @@ class Adam8bit(Adam):
         return self._tables[device]
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        large = [p for p in params if self.state[p]["exp_avg"].dtype == torch.uint8]
-        super()._update(group, [p for p in params if self.state[p]["exp_avg"].dtype != torch.uint8])
-        for p in large:
+        super()._update(group, [p for p in params if not self.is_in_8_bits(p)])
+        for p in filter(self.is_in_8_bits, params):
             state, table = self.state[p], self._table(p.device)
             self._kernels.optimizer_update_8bit_blockwise(
                 "adam", p.grad, p, state["exp_avg"], state["exp_avg_sq"], *group["betas"], 0.0, 0.0,
@@ -313,9 +302,9 @@ def joined(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[None]:
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
     """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`; not copied if stored in fp32."""
-    if isinstance(optimizer, Adam):
-        return optimizer.moments(p)
-    return {name: optimizer.state[p][name] for name in MOMENTS if name in optimizer.state[p]}
+    if isinstance(optimizer, Adam8bit) and optimizer.is_in_8_bits(p):
+        return optimizer.dequantized_moments(p)
+    return {name: optimizer.state[p][name].float() for name in MOMENTS if name in optimizer.state[p]}
 
 
 def set_moments(optimizer: torch.optim.Optimizer, p: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -323,8 +312,8 @@ def set_moments(optimizer: torch.optim.Optimizer, p: Tensor, values: Mapping[str
     kept = optimizer.state[p]
     if all(kept.get(name) is value for name, value in values.items()):
         return  # `moments` returned the stored tensors themselves, which were changed in place
-    if isinstance(optimizer, Adam):
-        optimizer.set_moments(p, values)
+    if isinstance(optimizer, Adam8bit) and optimizer.is_in_8_bits(p):
+        optimizer.quantize_moments(p, values)
     else:
         for name, value in values.items():
             kept[name].copy_(value)

@@ -78,7 +78,7 @@ def _megatron_builds(config: Config, step: str) -> Iterator[None]:
     is_bf16 = config.optimizer_state_dtype == "bf16"
     is_plain = step == "torch" and not is_bf16 and not keeps_remainders(config, step)
     of_adam = OffloadedAdam if config.offload_optimizer else (is_plain and _FUSED_ADAM) or Adam
-    chosen = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
+    chosen: Any = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
     made: Any = partial(chosen, state_dtype=torch.bfloat16) if is_bf16 else chosen
     if chosen is Muon:
         dense = Ranks(
