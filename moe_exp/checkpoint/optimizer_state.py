@@ -185,9 +185,9 @@ class OptimizerRequest:
         self._has_main_weights, self.has_average = "param" in stored, AVERAGE in stored
         # fp32 moments, as read, that the optimizer keeps in another dtype
         converted = [owned for owned in self._state if with_moments and owned.is_converted]
-        self.converted = [_only(owned, MOMENTS) for owned in converted]
+        self.converted = [only(owned, MOMENTS) for owned in converted]
         names = stored & {"param", AVERAGE} | set(MOMENTS if with_moments else ())
-        asked = (_only(owned, names) for owned in self._state)
+        asked = (only(owned, names) for owned in self._state)
         # In fp32, main weights are read into the memory of the model's weights, after those.
         self.shards = list(shards_of(asked, weights))
         # Before 2026-12, runs without the distributed optimizer saved main weights under another name, and
@@ -219,5 +219,6 @@ class OptimizerRequest:
                 part.grad_scaler.load_state_dict(scaler)
 
 
-def _only(owned: Owned, names: Collection[str]) -> Owned:
+def only(owned: Owned, names: Collection[str]) -> Owned:
+    """`owned` with only the state in `names`."""
     return replace(owned, values={name: value for name, value in owned.values.items() if name in names})
