@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from moe_exp.checkpoint.format.keys import check_tensors, read_state, sharded_te
 from moe_exp.checkpoint.format.naming import KEEP_BYTES
 from moe_exp.checkpoint.format.settings import refuse_other_checkpoint
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
-from moe_exp.checkpoint.optimizer_state import OptimizerRequest, Owned, owned_state, shards_of
+from moe_exp.checkpoint.optimizer_state import OptimizerRequest, Owned, only, owned_state, shards_of
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.model_changes import optimizer_change
 from moe_exp.engine.averaged_weights import restart_average
-from moe_exp.engine.optimizer_classes import MOMENTS
+from moe_exp.engine.optimizer_classes import AVERAGE
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_every_rank
 from moe_exp.host.exit_codes import FAILED
 from moe_exp.planner.costs.flops import flops_per_iteration
@@ -186,11 +185,8 @@ def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | Non
     if converted is not None:
         # Moments kept in 8 bits or bf16 are compared as read: the optimizer's copy is rounded again, and
         # under another layout the blocks that share a scale have different boundaries.
-        exact = []
-        for owned in owned_state(trained.optimizer):
-            moments = MOMENTS if owned.is_converted else ()
-            others = {name: value for name, value in owned.values.items() if name not in moments}
-            exact.append(replace(owned, values=others))
+        whole = owned_state(trained.optimizer)
+        exact = [only(owned, ("param", AVERAGE)) if owned.is_converted else owned for owned in whole]
         shards = chain(shards, shards_of([*exact, *converted], weights))
     for shard in shards:
         if is_main_replica(shard.replica_id):

@@ -25,7 +25,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from moe_exp.checkpoint.format.keys import sharded_tensors
 from moe_exp.checkpoint.format.naming import states
 from moe_exp.checkpoint.format.torch_dist import Box, CheckpointReader, boxes_of_range, intersection, slices
 from moe_exp.engine.averaged_weights import restart_average, update_model_weights
-from moe_exp.engine.optimizer_classes import AVERAGE, MOMENTS, moments, set_moments
+from moe_exp.engine.optimizer_classes import AVERAGE, MOMENTS, moments, set_moments, stepped
 from moe_exp.engine.runtime import from_all_ranks
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -44,7 +43,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 
 @dataclass(frozen=True)
@@ -68,24 +66,12 @@ def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
             continue
         for main in list(getattr(part.optimizer, "stored", ())):
             part.optimizer.join(main)
-        # parameter, its main weights, the range kept here, and the instance
-        kept: list[tuple[Tensor, Tensor, tuple[int, int], int | None]] = []
-        if isinstance(part, DistributedOptimizer):
-            of_dtypes = chain.from_iterable(buffer.values() for buffer in part.gbuf_ranges)
-            for bucket in chain.from_iterable(of_dtypes):
-                for parameter, ranges in bucket["param_map"].items():
-                    group, place = part.model_param_group_index_map[parameter]
-                    main, own = part.optimizer.param_groups[group]["params"][place], ranges["param"]
-                    instance = part.distributed_optimizer_instance_id
-                    kept.append((parameter, main, (own.start, own.end), instance))
-        else:  # every data-parallel rank has the whole state
-            pairs = [(one, one) for group in part.optimizer.param_groups for one in group["params"]]
-            if isinstance(part, Float16OptimizerWithFloat16Params):
-                pairs = [(one, one) for group in part.fp32_from_fp32_groups for one in group]
-                for groups in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-                    pairs += zip(*groups, strict=True)
-            kept = [(parameter, main, (0, parameter.numel()), None) for parameter, main in pairs]
-        for parameter, main, (start, stop), instance in kept:
+        for parameter, main in stepped(part):
+            # Without the distributed optimizer, every data-parallel rank has the whole state.
+            start, stop, instance = 0, parameter.numel(), None
+            if isinstance(part, DistributedOptimizer):
+                own = part._get_model_param_range_map(parameter)["param"]
+                start, stop, instance = own.start, own.end, part.distributed_optimizer_instance_id
             found, state = moments(part.optimizer, main), part.optimizer.state[main]
             is_converted = any(state.get(name) is not value for name, value in found.items())
             if is_converted:  # the fp32 copies of all parameters may not fit on the device
@@ -199,9 +185,9 @@ class OptimizerRequest:
         self._has_main_weights, self.has_average = "param" in stored, AVERAGE in stored
         # fp32 moments, as read, that the optimizer keeps in another dtype
         converted = [owned for owned in self._state if with_moments and owned.is_converted]
-        self.converted = [_only(owned, MOMENTS) for owned in converted]
+        self.converted = [only(owned, MOMENTS) for owned in converted]
         names = stored & {"param", AVERAGE} | set(MOMENTS if with_moments else ())
-        asked = (_only(owned, names) for owned in self._state)
+        asked = (only(owned, names) for owned in self._state)
         # In fp32, main weights are read into the memory of the model's weights, after those.
         self.shards = list(shards_of(asked, weights))
         # Before 2026-12, runs without the distributed optimizer saved main weights under another name, and
@@ -233,5 +219,6 @@ class OptimizerRequest:
                 part.grad_scaler.load_state_dict(scaler)
 
 
-def _only(owned: Owned, names: Collection[str]) -> Owned:
+def only(owned: Owned, names: Collection[str]) -> Owned:
+    """`owned` with only the state in `names`."""
     return replace(owned, values={name: value for name, value in owned.values.items() if name in names})

@@ -207,7 +207,14 @@ class CheckpointWriter:
         error = "; ".join(dict.fromkeys(errors))  # ranks of one node often report the same error
         try:
             if not error:
-                num_bytes = _complete(pending, all_written)
+                entries = write_metadata(pending.partial, [one.files for one in all_written])
+                if found := fingerprints.added(one.fingerprints for one in all_written):
+                    fingerprints.write(pending.partial, found)
+                    entries[fingerprints.FILE] = folders.entry_of(pending.partial / fingerprints.FILE)
+                # The manifest is written last: its presence marks the other files as complete.
+                manifest = folders.Manifest(pending.iteration, entries, pending.facts)
+                manifest.write(pending.partial)
+                num_bytes = manifest.num_bytes
                 folders.publish(pending.partial, pending.iteration)
                 self._published.add(pending.iteration)
         # The run continues without this checkpoint, for example if the disk is full.
@@ -246,18 +253,6 @@ class CheckpointWriter:
                 self._thread.submit(delete) if config.async_save else delete()
             except OSError as error:
                 logger.warning("cannot remove the checkpoint at iteration %d: %s", iteration, error)
-
-
-def _complete(pending: _Pending, all_written: list[Written]) -> int:
-    """Writes metadata, fingerprints and manifest of a checkpoint; returns the checkpoint's size (bytes)."""
-    entries = write_metadata(pending.partial, [one.files for one in all_written])
-    if found := fingerprints.added(one.fingerprints for one in all_written):
-        fingerprints.write(pending.partial, found)
-        entries[fingerprints.FILE] = folders.entry_of(pending.partial / fingerprints.FILE)
-    # The manifest is written last: its presence marks the other files as complete.
-    manifest = folders.Manifest(pending.iteration, entries, pending.facts)
-    manifest.write(pending.partial)
-    return manifest.num_bytes
 
 
 def write_rank_files(folder: Path, rank: int, plan: CheckpointPlan) -> Written:

@@ -72,14 +72,12 @@ class Trained:
 def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
     """Context in which all parameters are up to date, even if the parameter gather is overlapped."""
     # With overlapped gather, updated parameters arrive only during the next forward pass.
-    overlapped = model[0].ddp_config.overlap_param_gather
-    if overlapped:
-        for chunk in model:
-            chunk.disable_forward_pre_hook()
+    overlapped = model if model[0].ddp_config.overlap_param_gather else []
+    for chunk in overlapped:
+        chunk.disable_forward_pre_hook()
     yield
-    if overlapped:
-        for chunk in model:
-            chunk.enable_forward_pre_hook()
+    for chunk in overlapped:
+        chunk.enable_forward_pre_hook()
 
 
 def whole_state(config: Config, runtime: Runtime, trained: Trained, progress: Progress) -> dict[str, Any]:

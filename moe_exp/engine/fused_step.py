@@ -8,7 +8,7 @@ writes the model weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_exp.config import Config
-from moe_exp.engine.optimizer_classes import Adam
+from moe_exp.engine.optimizer_classes import Adam, stepped
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.megatron.moe_parts import device_of_model
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 
 def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
@@ -106,12 +105,7 @@ class FusedStep:
                     part._copy_model_grads_to_main_grads = partial(_share_gradients, part)
                 # Megatron also copies after a load; in a step, the kernel has already written the weights.
                 copy = part._copy_main_params_to_model_params
-                part._copy_main_params_to_model_params = partial(self.unless_stepping, copy)
-
-    def unless_stepping(self, copy: Callable[[], None]) -> None:
-        """Calls `copy` unless a step is in progress."""
-        if not self._is_stepping:
-            copy()
+                part._copy_main_params_to_model_params = lambda copy=copy: self._is_stepping or copy()
 
     @torch.no_grad()
     def __call__(self) -> tuple[None, Tensor, float | None]:
@@ -177,10 +171,4 @@ def _weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _pairs(part: Any) -> Iterator[tuple[Any, Any]]:
     """Yields (main weights, 16-bit model parameter) of one of the chained optimizers."""
-    mains: Any = ()
-    if isinstance(part, DistributedOptimizer):
-        mains, models = part.shard_fp32_from_float16_groups, part.model_float16_groups
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
-        mains, models = part.fp32_from_float16_groups, part.float16_groups
-    for group, of_model in zip(mains, models, strict=True) if mains else ():
-        yield from zip(group, of_model, strict=True)
+    return ((main, model) for model, main in stepped(part) if model.dtype != torch.float32)

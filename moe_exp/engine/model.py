@@ -241,17 +241,6 @@ def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -
     }
 
 
-def attention_options(config: Config) -> dict[str, Any]:
-    """Arguments of CausalAttention."""
-    return {
-        "softcap": config.attention_softcap,
-        "sinks_in_windows": config.attention_sinks == "windowed",
-        "backend": config.attention_backend,
-        "value_scale": config.value_scale,
-        "by_document": config.document_mask,
-    }
-
-
 def router_problem(config: Config) -> str:
     """Why the router cannot use a kernel (see `layers.router.kernel_problem`); empty if it can."""
     if not config.use_moe:
@@ -333,7 +322,13 @@ def build_chunk(
         rotated_norm=config.qk_norm_scope == "rotated",
         norm_placement=config.norm_placement,
         residual_multiplier=config.residual_multiplier,
-        attention=attention_options(config),
+        attention={
+            "softcap": config.attention_softcap,
+            "sinks_in_windows": config.attention_sinks == "windowed",
+            "backend": config.attention_backend,
+            "value_scale": config.value_scale,
+            "by_document": config.document_mask,
+        },
         **moe_options(config, kernel_failures),
     )
     is_last = pp_rank == last and vp_stage == (config.vpp or 1) - 1

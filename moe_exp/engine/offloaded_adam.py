@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.engine.optimizer_classes import Adam, Bf16Adam
+from moe_exp.engine.optimizer_classes import Adam
 
 BUCKET = 1 << 26  # values; 256 MiB of gradients take a link of 25 GB/s about 10 ms
 
@@ -103,10 +103,6 @@ class OffloadedAdam(Adam):
             staging.weights[place].copy_(piece)
             self.weights[p].view(-1)[values].copy_(staging.weights[place], non_blocking=True)
         staging.sent.record()
-
-
-class OffloadedBf16Adam(OffloadedAdam, Bf16Adam):
-    """OffloadedAdam with moments stored in bf16."""
 
 
 def _buckets(params: Iterable[Tensor], size: int) -> Iterator[list[_Piece]]:

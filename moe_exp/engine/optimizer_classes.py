@@ -19,6 +19,9 @@ from torch.optim.adamw import adamw
 from moe_exp.engine.adamw import adamw_step, join, split, step_factors
 from moe_exp.host.megatron_versions import refuse_cuda_graphs
 
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 AVERAGE = "ema"  # another state of a parameter, not used by the optimizers: see averaged_weights.py
 BLOCK = 256  # values that share a scale in 8 bits, as in bitsandbytes' kernels
@@ -28,9 +31,12 @@ _CHUNK = 1 << 22  # values quantized at once, to bound memory
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101) with FusedAdam's interface and PyTorch's kernel."""
+    """AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101) with FusedAdam's interface and PyTorch's kernel.
 
-    _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
+    `state_dtype`: dtype of the moments; None: the parameter's. With bf16, they are updated in fp32
+    (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
+    """
+
     # Set by fused_step.py: whether `adamw_step` runs, the norm of all gradients on the device, its limit, and
     # the 16-bit weights to write, by main weight.
     uses_kernel, clip = False, 0.0
@@ -40,12 +46,14 @@ class Adam(torch.optim.Optimizer):
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, adam_w_mode: bool = True, capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
     ):  # fmt: skip
         if not adam_w_mode:
             rule = "only decoupled weight decay is supported"
             raise ValueError(f"adam_w_mode=False: {rule}. Fix: use decoupled_weight_decay=True.")
         refuse_cuda_graphs(capturable)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._dtype = state_dtype
         # By main weight, which then has no values of its own: int16 remainders (MAIN_PARAMS, see adamw.py),
         # or fp32 weights in host memory (`OffloadedAdam`).
         self.stored: dict[Tensor, Tensor] = {}
@@ -60,7 +68,7 @@ class Adam(torch.optim.Optimizer):
                 params = [p for p in group["params"] if p.grad is not None]
                 for p in params:
                     self.allocate(p, group)
-                if self.uses_kernel:
+                if self.uses_kernel and params:
                     self._update_by_kernel(group, params)
                 else:
                     self._update(group, [p for p in params if p not in self.stored])
@@ -71,15 +79,6 @@ class Adam(torch.optim.Optimizer):
         if not self.state[p]:
             names = ("exp_avg", "exp_avg_sq")
             self.state[p] = {name: torch.zeros_like(p, dtype=self._dtype) for name in names}
-
-    def moments(self, p: Tensor) -> dict[str, Tensor]:
-        """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`."""
-        return {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
-
-    def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Sets the moments of `p` to `values`, which have the format that `moments` returns."""
-        for name, value in values.items():
-            self.state[p][name].copy_(value)
 
     def join(self, p: Tensor) -> None:
         """If `p` is split (see `split`), makes it hold fp32 main weights again."""
@@ -105,11 +104,16 @@ class Adam(torch.optim.Optimizer):
                 self._update(group, [p])
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        _fused_adamw(group, params, [self.state[p] for p in params])
+        if self._dtype is None:
+            _fused_adamw(group, params, [self.state[p] for p in params])
+            return
+        for p in params:
+            found = moments(self, p)
+            _fused_adamw(group, [p], [found])
+            # rounds to nearest: a change by less than 2^-8 of a moment may be lost
+            set_moments(self, p, found)
 
     def _update_by_kernel(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        if not params:
-            return
         step = torch.full((), float(group["step"]), dtype=torch.float64, device=params[0].device)
         factors = step_factors(
             self.norm, step, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"],
@@ -137,22 +141,6 @@ def _fused_adamw(
         list(steps.unbind()), fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
         lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
     )  # fmt: skip
-
-
-class Bf16Adam(Adam):
-    """Adam with moments stored in bf16 and updated in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
-
-    _dtype = torch.bfloat16
-
-    def moments(self, p: Tensor) -> dict[str, Tensor]:
-        return {name: value.float() for name, value in super().moments(p).items()}
-
-    def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        for p in params:
-            moments = self.moments(p)
-            _fused_adamw(group, [p], [moments])
-            # rounds to nearest: a change by less than 2^-8 of a moment may be lost
-            self.set_moments(p, moments)
 
 
 class Adam8bit(Adam):
@@ -197,20 +185,21 @@ class Adam8bit(Adam):
             self.state[p][name] = torch.zeros_like(p, dtype=torch.uint8)
             self.state[p][f"{name}_scale"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
 
-    def moments(self, p: Tensor) -> dict[str, Tensor]:
+    def is_in_8_bits(self, p: Tensor) -> bool:
+        """Whether the moments of `p` are in 8 bits."""
+        return bool(self.state[p]["exp_avg"].dtype == torch.uint8)
+
+    def dequantized_moments(self, p: Tensor) -> dict[str, Tensor]:
+        """The moments of `p`, which are in 8 bits, in fp32."""
         state = self.state[p]
-        if state["exp_avg"].dtype != torch.uint8:
-            return super().moments(p)
         return {
             name: dequantized(state[name], state[f"{name}_scale"], self._table(p.device)[name]).view(p.shape)
             for name in ("exp_avg", "exp_avg_sq")
         }
 
-    def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
+    def quantize_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Sets the moments of `p`, which are in 8 bits."""
         state = self.state[p]
-        if state["exp_avg"].dtype != torch.uint8:
-            super().set_moments(p, values)
-            return
         for name in ("exp_avg", "exp_avg_sq"):
             codes, scale = quantized(values[name], self._table(p.device)[name])
             state[name].copy_(codes.view(p.shape))
@@ -224,9 +213,8 @@ class Adam8bit(Adam):
         return self._tables[device]
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        large = [p for p in params if self.state[p]["exp_avg"].dtype == torch.uint8]
-        super()._update(group, [p for p in params if self.state[p]["exp_avg"].dtype != torch.uint8])
-        for p in large:
+        super()._update(group, [p for p in params if not self.is_in_8_bits(p)])
+        for p in filter(self.is_in_8_bits, params):
             state, table = self.state[p], self._table(p.device)
             self._kernels.optimizer_update_8bit_blockwise(
                 "adam", p.grad, p, state["exp_avg"], state["exp_avg_sq"], *group["betas"], 0.0, 0.0,
@@ -285,6 +273,22 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
             optimizer.allocate(p, group)
 
 
+def stepped(part: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields (model parameter, the optimizer's tensor for it) of one of Megatron's chained optimizers."""
+    # Megatron has three kinds of optimizer. They step on this rank's fp32 ranges, on fp32 copies of 16-bit
+    # parameters, or on the parameters themselves.
+    if isinstance(part, DistributedOptimizer):
+        parameters = [*part.model_float16_groups, *part.model_fp32_groups]
+        tensors = [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups]
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        parameters = [*part.float16_groups, *part.fp32_from_fp32_groups]
+        tensors = [*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups]
+    else:
+        parameters = tensors = [group["params"] for group in part.optimizer.param_groups]
+    for of_group in zip(parameters, tensors, strict=True):
+        yield from zip(*of_group, strict=True)
+
+
 @contextmanager
 def joined(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[None]:
     """Makes `p` hold fp32 main weights inside the block; the block may change them."""
@@ -298,9 +302,9 @@ def joined(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[None]:
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
     """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`; not copied if stored in fp32."""
-    if isinstance(optimizer, Adam):
-        return optimizer.moments(p)
-    return {name: optimizer.state[p][name] for name in MOMENTS if name in optimizer.state[p]}
+    if isinstance(optimizer, Adam8bit) and optimizer.is_in_8_bits(p):
+        return optimizer.dequantized_moments(p)
+    return {name: optimizer.state[p][name].float() for name in MOMENTS if name in optimizer.state[p]}
 
 
 def set_moments(optimizer: torch.optim.Optimizer, p: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -308,8 +312,8 @@ def set_moments(optimizer: torch.optim.Optimizer, p: Tensor, values: Mapping[str
     kept = optimizer.state[p]
     if all(kept.get(name) is value for name, value in values.items()):
         return  # `moments` returned the stored tensors themselves, which were changed in place
-    if isinstance(optimizer, Adam):
-        optimizer.set_moments(p, values)
+    if isinstance(optimizer, Adam8bit) and optimizer.is_in_8_bits(p):
+        optimizer.quantize_moments(p, values)
     else:
         for name, value in values.items():
             kept[name].copy_(value)

@@ -20,8 +20,8 @@ from moe_exp.engine.fused_step import choose_step, keeps_remainders, store_main_
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon, Ranks
-from moe_exp.engine.offloaded_adam import BUCKET, OffloadedAdam, OffloadedBf16Adam
-from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
+from moe_exp.engine.offloaded_adam import BUCKET, OffloadedAdam
+from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Sgd, allocate_moments
 from moe_exp.engine.qk_clip import clip_attention_logits
 from moe_exp.layers.experts.experts import Experts
 from moe_exp.layers.experts.grouped_gemm import FUSED
@@ -75,12 +75,11 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
 def _megatron_builds(config: Config, step: str) -> Iterator[None]:
     """Inside the block, Megatron builds the chosen optimizer and accepts it in the distributed optimizer."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
-    fp32 = (step == "torch" and not keeps_remainders(config, step) and _FUSED_ADAM) or Adam
-    of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else fp32
-    if config.offload_optimizer:
-        of_adam = OffloadedBf16Adam if config.optimizer_state_dtype == "bf16" else OffloadedAdam
-    chosen = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
-    made: Any = chosen
+    is_bf16 = config.optimizer_state_dtype == "bf16"
+    is_plain = step == "torch" and not is_bf16 and not keeps_remainders(config, step)
+    of_adam = OffloadedAdam if config.offload_optimizer else (is_plain and _FUSED_ADAM) or Adam
+    chosen: Any = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
+    made: Any = partial(chosen, state_dtype=torch.bfloat16) if is_bf16 else chosen
     if chosen is Muon:
         dense = Ranks(
             parallel_state.get_tensor_model_parallel_group(),

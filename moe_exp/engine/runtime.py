@@ -73,11 +73,9 @@ def start(config: Config) -> Runtime:
     global _found
     rank, world_size = _place()
     if world_size != config.world_size:
-        raise ValueError(
-            f"GPUS_PER_NODE={config.gpus_per_node}: requires {config.world_size} ranks with"
-            f" NNODES={config.nnodes}, but torchrun started {world_size}."
-            " Fix: start torchrun with the same nodes and GPUs."
-        )
+        ranks = f"{config.world_size} ranks with NNODES={config.nnodes}, but torchrun started {world_size}"
+        fix = "start torchrun with the same nodes and GPUs"
+        raise setting_error("gpus_per_node", config.gpus_per_node, f"requires {ranks}", fix)
     device = _device(config, int(os.environ.get("LOCAL_RANK") or rank % config.gpus_per_node))
     if is_in_group():
         _found = torch.distributed.group.WORLD

@@ -72,13 +72,11 @@ def moe_submodule_spec(
             rule = "cannot be passed here: Megatron's finalize_model_grads would not update the loss's state"
             fix = "add the loss to moe_router_load_balancing_type of the TransformerConfig"
             raise ValueError(f"losses={loss.name}: {rule}. Fix: {fix}.")
-    linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
-    latent = {}
+    linears: tuple[Any, Any, Any] = (ColumnParallelLinear, RowParallelLinear, Linear)
     if use_te:
         from megatron.core.extensions import transformer_engine as te
 
-        linears = te.TEColumnParallelLinear, te.TERowParallelLinear
-        latent = {"latent_linear": te.TELinear}
+        linears = te.TEColumnParallelLinear, te.TERowParallelLinear, te.TELinear
     return ModuleSpec(
         module=MegatronMoELayer,
         params={
@@ -87,7 +85,7 @@ def moe_submodule_spec(
             "losses": own_losses,
             "min_capacity": min_capacity,
             "token_rounding": token_rounding,
-            **latent,
+            "latent_linear": linears[2],
         },
         submodules=MoESubmodules(
             experts=ModuleSpec(module=MegatronExperts, params={"backend": backend, "fp8": fp8}),
@@ -176,11 +174,8 @@ def te_layer_spec(
         check_attention(config)
         core = ModuleSpec(module=CausalAttention, params=dict(attention or {}))
         spec.submodules.self_attention.submodules.core_attention = core
-    if projection_norm:
-        spec.submodules.self_attention.module = ProjectionNormAttention
-    else:
-        is_latent = config.multi_latent_attention
-        spec.submodules.self_attention.module = LatentAttention if is_latent else GroupedAttention
+    usual = LatentAttention if config.multi_latent_attention else GroupedAttention
+    spec.submodules.self_attention.module = ProjectionNormAttention if projection_norm else usual
     return spec
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -31,7 +32,7 @@ _NOT_A_CURVE = (
 )  # fmt: skip
 
 
-class Metrics:
+class Metrics(AbstractContextManager["Metrics"]):
     """Writes a run's records on rank 0 until the caller calls `close`. ConfigError if wandb cannot start."""
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
@@ -98,9 +99,6 @@ class Metrics:
         """Closes TensorBoard, wandb and Prometheus; with `failed`, wandb shows the run as failed."""
         self._for_each_mirror(lambda mirror: mirror.close(failed))
         self._mirrors = []
-
-    def __enter__(self) -> Metrics:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None)

@@ -163,11 +163,6 @@ class DumpedTensor:
     file: Any = field(repr=False)
     name: str
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensor."""
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
-
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
         """Returns the tensor, or its rows `offsets[0]` to `offsets[0] + sizes[0]`."""
         if not offsets:

@@ -39,6 +39,7 @@ from moe_exp.config.parameter_names import is_norm_or_bias
 from moe_exp.engine.graphs import bit_sums
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import moe_layers
+from moe_exp.engine.optimizer_classes import stepped
 from moe_exp.engine.optimizer_setup import parameter_names
 from moe_exp.engine.qk_clip import attention_cores
 from moe_exp.engine.runtime import Runtime, from_all_ranks
@@ -47,8 +48,6 @@ from moe_exp.watch.hangs import heartbeat
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.utils import get_model_config
 
 logger = logging.getLogger(__name__)
@@ -133,8 +132,8 @@ def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
         found["tensor"] = {name: x for name, x in found["data"].items() if not is_split[name]}
 
     num_stepped = Counter[int]()
-    for parameter, stepped, _ in _stepped(trained.optimizer):
-        num_stepped[id(parameter)] += stepped.numel()
+    for parameter, tensor, _ in _in_groups(trained.optimizer):
+        num_stepped[id(parameter)] += tensor.numel()
     held: dict[str, dict[str, tuple[int, int, int]]] = {kind: {} for kind in KINDS}
     with parameters_in_sync(trained.model):
         for kind, tensors in found.items():
@@ -243,7 +242,7 @@ def group_problems(
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     in_checkpoints = names if are_alike(config) else parameter_names(model)
     problems = set()
-    for parameter, _, groups in _stepped(optimizer):
+    for parameter, _, groups in _in_groups(optimizer):
         name = names.get(id(parameter), "a tensor that is not a parameter")
         if len(groups) != 1:
             problems.add(f"{name} is in {len(groups)} parameter groups of the optimizer instead of one")
@@ -258,7 +257,7 @@ def group_problems(
     return sorted(problems)
 
 
-def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str, Any]]]]:
+def _in_groups(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str, Any]]]]:
     """Yields (model parameter, its tensor in the optimizer, parameter groups with this tensor)."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
@@ -267,19 +266,8 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str,
         for group in part.optimizer.param_groups:
             for tensor in group["params"]:
                 groups[id(tensor)].append(group)
-        # Megatron has three kinds of optimizer. They step on this rank's fp32 ranges, on fp32 copies of
-        # 16-bit parameters, or on the parameters themselves.
-        if isinstance(part, DistributedOptimizer):
-            parameters = [*part.model_float16_groups, *part.model_fp32_groups]
-            tensors = [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups]
-        elif isinstance(part, Float16OptimizerWithFloat16Params):
-            parameters = [*part.float16_groups, *part.fp32_from_fp32_groups]
-            tensors = [*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups]
-        else:
-            parameters = tensors = [group["params"] for group in part.optimizer.param_groups]
-        for pair in zip(parameters, tensors, strict=True):
-            for parameter, tensor in zip(*pair, strict=True):
-                yield parameter, tensor, groups[id(tensor)]
+        for parameter, tensor in stepped(part):
+            yield parameter, tensor, groups[id(tensor)]
 
 
 # Check of gradients (SDC_CHECK_EVERY). A chip that computes wrong leaves no difference between replicas: its

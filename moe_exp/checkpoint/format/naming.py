@@ -11,7 +11,6 @@ weights) have the same names as their weights.
 """
 
 import itertools
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -71,10 +70,6 @@ class LogicalTensor:
     @property
     def dtype(self) -> torch.dtype:
         return self.boxes[0].stored.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
         """Reads all values, or the box at `offsets` with `sizes`; ValueError if a file is damaged."""

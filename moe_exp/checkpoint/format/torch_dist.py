@@ -14,6 +14,7 @@ ignores.
 import contextlib
 import io
 import math
+import operator
 import os
 import pickle
 import re
@@ -23,7 +24,6 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -109,10 +109,6 @@ def slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.offsets, box.sizes, origin, strict=True))
 
 
-def _member(kind: type[Enum], name: str) -> Enum:
-    return kind[name]
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # Python 3.13 pickles paths under a private module name that other versions do not have.
@@ -121,7 +117,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
             return value
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of enums by it
-            return _member
+            return operator.getitem
         if (module, name) in _CLASSES or (module in _MODULES and "." not in name):
             found = super().find_class(module, name)
             # Only classes defined in these modules are allowed, not names that the modules import.
@@ -164,10 +160,6 @@ class Inert:
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
             vars(self).update(state)
-
-    def __repr__(self) -> str:
-        values = {name: value for name, value in vars(self).items() if name != "arguments"}
-        return f"{type(self).__name__}{values or self.arguments}"
 
 
 class _InertUnpickler(pickle.Unpickler):

@@ -57,7 +57,7 @@ def write_metadata(folder: Path, written: Iterable[WrittenFiles]) -> dict[str, d
     return whole.entries | {name: entry_of(folder / name) for name in (METADATA, "metadata.json")}
 
 
-class TorchDistWriter:
+class TorchDistWriter(contextlib.AbstractContextManager["TorchDistWriter"]):
     """Writes a checkpoint in chunks: call `add_chunk` and `add_object` in any order, then `finish`.
     Starts a new file when a file reaches `file_bytes`. A `with` block closes the open file on errors.
 
@@ -74,9 +74,6 @@ class TorchDistWriter:
         self._open = contextlib.ExitStack()
         self._name = ""
         self._file: HashedFile | None = None
-
-    def __enter__(self) -> "TorchDistWriter":
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)

@@ -94,8 +94,6 @@ class Readable(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype: ...
-    @property
-    def num_bytes(self) -> int: ...
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor: ...
 
 
@@ -108,7 +106,8 @@ def compare_tensors(in_a: Mapping[str, Readable], in_b: Mapping[str, Readable]) 
     shapes = {name: (in_a[name].shape, in_b[name].shape) for name in both}
     found.shapes = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
     same = [name for name in both if name not in found.shapes]
-    with progress("comparing", sum(in_a[name].num_bytes for name in same)) as advance:
+    num_bytes = sum(math.prod(in_a[name].shape) * in_a[name].dtype.itemsize for name in same)
+    with progress("comparing", num_bytes) as advance:
         found.tensors = [_difference(name, in_a[name], in_b[name], advance) for name in same]
     return found
 

@@ -200,7 +200,12 @@ class AllToAllDispatcher(SpreadDispatcher):
     def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         if rows_per_expert is None:
             slots = sort_by_expert(**slots_of(decision, self.num_experts))
-            rows_SL = self._receive_counts(slots.rows_per_expert_E)
+            sent_E = received_E = slots.rows_per_expert_E.contiguous()
+            if self.ep > 1:
+                received_E = torch.empty_like(sent_E)
+                torch.distributed.all_to_all_single(received_E, sent_E, group=self.ep_group)
+            # From every source rank (ETP * EP) for every expert of this rank.
+            rows_SL = gathered(received_E, self.etp_group).view(-1, self.num_local_experts)
             read = start_copy(torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]))  # all sizes
             # Without drops the number of rows is known, and the GPU gathers them while the host waits.
             order = slots.order(sum(read()[: self.num_experts]) if slots.has_drops else None)
@@ -243,15 +248,6 @@ class AllToAllDispatcher(SpreadDispatcher):
         return Dispatched(
             rows, weights, route.rows_SL.sum(dim=0), DispatchRecord(order, back, by_expert), route.splits
         )
-
-    def _receive_counts(self, rows_per_expert_E: Tensor) -> Tensor:
-        """Number of rows from every source rank for every expert of this rank, [ETP*EP, L]."""
-        counts = rows_per_expert_E.contiguous()
-        if self.ep > 1:
-            received = torch.empty_like(counts)
-            torch.distributed.all_to_all_single(received, counts, group=self.ep_group)
-            counts = received
-        return gathered(counts, self.etp_group).view(-1, self.num_local_experts)
 
     def _route(self, sent_E: list[int], received: list[int], rows_SL: Tensor) -> _ExchangeSizes:
         # `received` is [ETP, EP, L], flattened. The all-to-all receives this rank's part of ETP; the gather

@@ -78,9 +78,7 @@ class _ExpertLoop(torch.autograd.Function):
 
 def _tokens(order: RowOrder | None) -> Tensor | None:
     """Token index of each row (padding: number of tokens); None if `x` already contains the rows."""
-    if order is None or order.topk == 1:
-        return None if order is None else order.slot_R
-    return order.slot_R // order.topk
+    return None if order is None else order.slot_R // order.topk
 
 
 def _with_padding(x: Tensor, order: RowOrder | None) -> Tensor:

@@ -170,9 +170,7 @@ def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
         One descriptor per tensor (None for None). All descriptors are None if the device has no TMA, an
         address or stride is not a multiple of 16 bytes, or the dtype is not 2 bytes wide.
     """
-    for x in tensors:
-        if x is None:
-            continue
+    for x in [x for x in tensors if x is not None]:
         # Not fp32: without tensor cores, Triton spills all registers of such a block.
         *strides, last = x.stride()
         fits = last == 1 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)

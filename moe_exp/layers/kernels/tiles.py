@@ -107,15 +107,8 @@ OFFSET: tl.constexpr = tl.constexpr(ACTIVATIONS["clamped_swiglu"].offset) if tl 
 
 
 @jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """Applies the activation function to `x`, which is the gate in a gated MLP."""
-    y, _ = activate_with_derivative(x, ACTIVATION)  # Triton removes the unused derivative
-    return y
-
-
-@jit
 def activate_with_derivative(x, ACTIVATION: tl.constexpr):
-    """The activation function and its derivative."""
+    """The activation function of `x`, which is the gate in a gated MLP, and its derivative."""
     if ACTIVATION == "swiglu":
         s = tl.sigmoid(x)
         y = x * s

@@ -60,10 +60,9 @@ class _Launcher:
     config: KernelConfig
     compiled: Any  # triton.compiler.CompiledKernel
     constants: tuple[Any, ...]  # values of the arguments after the positional ones
-    takes_descriptors: bool
 
     def launch(self, args: Sequence[Any], grid: Any) -> None:
-        if not self.takes_descriptors:
+        if not self.config.constants.get("TMA"):
             args = _without_descriptors(args)
         sizes = grid(self.config.constants) if callable(grid) else grid
         self.compiled[(*sizes, 1, 1)[:3]](*args, *self.constants)
@@ -136,8 +135,7 @@ class Tuned:
                 elif (compiled := self._launch(config, args, options)) is not None:
                     _, given = self.prepared(config, args, options)
                     constants = tuple(given[name] for name in self.fn.arg_names[len(args) :])
-                    has_tma = bool(config.constants.get("TMA"))
-                    self._launchers[signature] = _Launcher(config, compiled, constants, has_tma)
+                    self._launchers[signature] = _Launcher(config, compiled, constants)
                 return
             except Exception as error:  # a chosen config can fail later, for example on other alignments
                 if len(self.configs) == 1 or is_of_device(error):

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.layers.activations import ACTIVATIONS
-from moe_exp.layers.activations import activate as activate_torch
+from moe_exp.layers.activations import ACTIVATIONS, activate
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul_torch
 from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.rows import gather_rows_torch
 from moe_exp.layers.kernels.tiles import (
-    activate,
+    activate_with_derivative,
     column_chunks,
     dot,
     linear_unit,
@@ -57,7 +56,8 @@ def _finish(
         gate = products
     if KEEPS_HIDDEN:
         tl.store(hidden_block, gate.to(hidden_rows.dtype.element_ty), mask=is_out)
-    y = activate(gate, ACTIVATION) * scale[:, None]
+    y, _ = activate_with_derivative(gate, ACTIVATION)  # Triton removes the unused derivative
+    y *= scale[:, None]
     if GATED:
         y *= linear_unit(up, ACTIVATION)
     tl.store(active_rows[:, None] + columns[None, :], y.to(active_rows.dtype.element_ty), mask=is_out)
@@ -142,7 +142,7 @@ def up_projection_torch(
         if token_R is not None:
             hidden_RW[token_R == x.size(0)] = 0
     wide = torch.promote_types(x.dtype, torch.float32)
-    active_RF = activate_torch(hidden_RW.to(wide), activation) * weights_R.unsqueeze(1)
+    active_RF = activate(hidden_RW.to(wide), activation) * weights_R.unsqueeze(1)
     return hidden_RW if keeps_hidden else hidden_RW.new_empty(0, hidden_RW.size(1)), active_RF.to(x.dtype)
 
 

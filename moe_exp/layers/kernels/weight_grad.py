@@ -148,8 +148,7 @@ def expert_order(offsets_L1: Tensor) -> Tensor:
 
 def weight_grad_torch(
     a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None, order_L: Tensor | None = None, out: Tensor | None = None,
-    adds: bool = True,
+    b_index_R: Tensor | None = None, out: Tensor | None = None, adds: bool = True,
 ) -> Tensor:  # fmt: skip
     if out is not None and not adds:
         out.zero_()

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from moe_exp.layers.dispatcher.collectives import gather_rows
 from moe_exp.layers.megatron import attention_backends as backends
 from moe_exp.layers.megatron.documents import Documents
+from moe_exp.layers.megatron.moe_parts import device_of_model
 from moe_exp.layers.microbatch import in_sequence_order, sequence_blocks
 
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -118,9 +119,10 @@ class CausalAttention(_SplitModule):
         self.tp_group = pg_collection.tp
         self.softmax_offset: nn.Parameter | None = None
         if self.rule.has_sinks:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
             heads = config.num_attention_heads // pg_collection.tp.size()
-            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+            self.softmax_offset = nn.Parameter(
+                torch.zeros(heads, dtype=config.params_dtype, device=device_of_model())
+            )
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
         self.dropout: float = config.attention_dropout
         self.cp_group: ProcessGroup = pg_collection.cp
@@ -276,8 +278,7 @@ class Norm:
         cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> nn.Module:
         norm_class = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype, device=device_of_model())
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
@@ -297,9 +298,8 @@ class ProjectionNorm(_SplitModule):
 
     def __init__(self, config: Any, num_channels: int, *, group: ProcessGroup):
         super().__init__()
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self.weight = nn.Parameter(
-            torch.ones(num_channels // group.size(), dtype=config.params_dtype, device=device)
+            torch.ones(num_channels // group.size(), dtype=config.params_dtype, device=device_of_model())
         )
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         self.num_channels, self.eps, self.tp_group = num_channels, config.layernorm_epsilon, group

@@ -198,11 +198,10 @@ def activation_name(config: TransformerConfig) -> str:
     for name, activation in ACTIVATIONS.items():
         if found == activation:
             return name
-    raise ValueError(
-        f"activation_func={config.activation_func} (gated_linear_unit={found.gated},"
-        f" activation_func_clamp_value={found.limit}, glu_linear_offset={found.offset}): is not supported in"
-        f" MoE layers. Fix: use one of {', '.join(ACTIVATIONS)}."
-    )
+    others = f"activation_func_clamp_value={found.limit}, glu_linear_offset={found.offset}"
+    name = f"activation_func={config.activation_func} (gated_linear_unit={found.gated}, {others})"
+    rule, fix = "is not supported in MoE layers", f"use one of {', '.join(ACTIVATIONS)}"
+    raise ValueError(f"{name}: {rule}. Fix: {fix}.")
 
 
 class MegatronMoELayer(MegatronMoE):

@@ -144,21 +144,17 @@ class _Group:
         self._device, self._copies = device, copies
         self._streams = torch.get_device_module(device)
         self._previous = weakref.ref(previous) if previous else None
-        self._storages: list[weakref.ref[_Saved]] = []
+        self.storages: list[weakref.ref[_Saved]] = []
         self._state = "on the device"
         self._copied: Any = None  # event after the last copies
 
     def add(self, storage: UntypedStorage) -> _Saved:
         saved = _Saved(self, storage)
-        self._storages.append(weakref.ref(saved))
+        self.storages.append(weakref.ref(saved))
         return saved
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._storages
-
     def _alive(self) -> Iterator[_Saved]:
-        return filter(None, [reference() for reference in self._storages])
+        return filter(None, [reference() for reference in self.storages])
 
     def send(self) -> None:
         """Starts the copies to the host."""
@@ -254,7 +250,7 @@ class ActivationOffload(ChunkHooks):
 
     def _end(self, *_: Any) -> None:
         group, self._group = self._group, None
-        if group and not group.is_empty:
+        if group and group.storages:
             group.send()
             if latest := self._latest_group():
                 latest.free()
