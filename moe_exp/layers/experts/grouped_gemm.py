@@ -8,7 +8,6 @@ yet: they follow the sources of github.com/tgale96/grouped_gemm, nv-grouped-gemm
 """
 
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -115,11 +114,23 @@ def check_installed(name: str) -> None:
         raise ValueError(f"expert_backend={name}: {rule}. Fix: {PACKAGES[name].install}, or use auto.")
 
 
-def gmm_backend(
-    package: str, x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits
+def grouped_gemm_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
+    """grouped_gemm.ops.gmm: one CUTLASS kernel, or one cuBLAS call per expert, depending on the build."""
+    from grouped_gemm import ops
+
+    return _gmm(ops.gmm, x_RD, w_LDF, tokens_per_expert_L, splits)
+
+
+def megablocks_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
+    """megablocks.grouped_gemm_util.ops.gmm, as used by the grouped MLP of megablocks' dMoE."""
+    from megablocks import grouped_gemm_util
+
+    return _gmm(grouped_gemm_util.ops.gmm, x_RD, w_LDF, tokens_per_expert_L, splits)
+
+
+def _gmm(
+    gmm: Callable[..., Tensor], x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits
 ) -> Tensor:
-    """`ops.gmm` of a package: one CUTLASS kernel, or one cuBLAS call per expert, depending on the build."""
-    gmm = importlib.import_module(package).ops.gmm
     if x_RD.size(0) == 0:  # gmm rejects empty inputs; this product gives the weights a gradient of zero
         return x_RD @ w_LDF.sum(dim=0)
     # Counts on the host are accepted by both cuBLAS and CUTLASS builds.
@@ -156,10 +167,9 @@ def _te_module(num_experts: int, dim_in: int, dim_out: int, dtype: torch.dtype) 
 BACKENDS: dict[str, GroupedGemm] = {
     "loop": loop_backend,
     "torch": torch_backend,
-    "grouped_gemm": functools.partial(gmm_backend, "grouped_gemm"),
+    "grouped_gemm": grouped_gemm_backend,
     "te": te_backend,
-    # as used by the grouped MLP of megablocks' dMoE
-    "megablocks": functools.partial(gmm_backend, "megablocks.grouped_gemm_util"),
+    "megablocks": megablocks_backend,
 }
 # Backends that need `splits` on the host; without `splits`, each product synchronizes.
 BY_SPLITS = frozenset(BACKENDS) - {"torch"}

@@ -95,7 +95,7 @@ def test_arguments_as_the_packages_want_them(put_in_place, backend, splits, know
     ops = types.SimpleNamespace(gmm=gmm)
     put_in_place(
         grouped_gemm={"ops": ops},
-        **{"megablocks.grouped_gemm_util": {"ops": ops}},
+        megablocks={"grouped_gemm_util": types.SimpleNamespace(ops=ops)},
         **transformer_engine(GroupedLinear, is_fp8_enabled=lambda: False),
     )
     x_RD, w_LDF, dy_RF = inputs(splits, dim_in=5, dim_out=3, dtype=torch.float64, transposed=transposed)
