@@ -14,7 +14,7 @@ from moe_exp.commands.parsers import JSON, arg, command, flag, memory_bytes, pri
 if TYPE_CHECKING:
     from moe_exp.checkpoint.tools.diff import Comparison
 
-_CHECKPOINT = "iter_ folder, checkpoints folder or run folder"
+_CHECKPOINT = "iteration folder (iter_*), checkpoints folder or run folder"
 _PATH = arg("path", _CHECKPOINT, Path)
 _ITERATION = arg("--iteration N", "iteration of the checkpoint (default: the newest)", int)
 _SIZES = ("tp", "pp", "vpp", "ep", "etp")  # options of earlier versions of `ckpt reshape`
@@ -56,7 +56,7 @@ def run_info(arguments: argparse.Namespace) -> None:
 
 
 @command("ckpt verify", "verify checksums, structure and optimizer state of a checkpoint")
-@takes(_PATH, flag("--finite", "also search for non-finite values"), _ITERATION, JSON)
+@takes(_PATH, flag("--finite", "also search tensors for NaN and infinity"), _ITERATION, JSON)
 def run_verify(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.integrity import Verification
     from moe_exp.checkpoint.tools.info import chosen
@@ -94,8 +94,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     flag("--weights-only", "omit optimizer, schedule, random states and progress"),
     arg("--dtype", "data type of the weights (default: unchanged)", choices=("bf16", "fp32")),
     *(
-        arg(f"--{one}s", f"stacked: one key for all {one}s; single: one key per {one} (default: unchanged)",
-            choices=("stacked", "single"))
+        arg(f"--{one}s", f"tensor keys; stacked: one for all {one}s; single: one per {one} (default: "
+            "unchanged)", choices=("stacked", "single"))
         for one in ("layer", "expert")
     ),
     _ITERATION,
@@ -118,16 +118,16 @@ def run_reshape(arguments: argparse.Namespace) -> None:
 @command("ckpt average", "average the weights of checkpoints, as a replacement for learning-rate decay")
 @takes(
     arg("sources source",
-        "iter_ folders, oldest first; a checkpoints folder or run folder means all checkpoints in it", Path,
-        nargs="+"),
+        "iter_ folders, oldest first; or checkpoints folders or run folders, for all checkpoints in them",
+        Path, nargs="+"),
     arg("target", "checkpoints folder to create; its checkpoint has no optimizer state", Path),
     arg("--last N", "average the newest N checkpoints per folder (default: all; with --ema: 1)", default=0),
     flag("--ema", "average the stored moving averages of the weights (EMA_DECAY) instead of the weights"),
-    arg("--weights NAME", "weights of the checkpoints; to replace a learning rate decay: uniform (for linear "
-        "decay), 1-sqrt, cosine or inverse-sqrt; otherwise: ema (see --ema-decay), or one number per "
+    arg("--weights NAME", "weights of the checkpoints; uniform, 1-sqrt, cosine or inverse-sqrt: replace a "
+        "learning rate decay of this shape (uniform: linear decay); ema: see --ema-decay; or one number per "
         "checkpoint, such as 1,2,3", default="uniform"),
-    arg("--ema-decay X", "with --weights ema: ratio of a checkpoint's weight to the next newer checkpoint's "
-        "weight", default=0.9),
+    arg("--ema-decay X", "with --weights ema: factor from each checkpoint's weight to that of the next older "
+        "checkpoint", default=0.9),
     JSON,
 )  # fmt: skip
 def run_average(arguments: argparse.Namespace) -> None:
@@ -136,7 +136,7 @@ def run_average(arguments: argparse.Namespace) -> None:
 
     for path in arguments.sources:
         if (path / "config.json").is_file():
-            fix = "use mergekit to average Hugging Face folders, or name checkpoints"
+            fix = "use mergekit to average Hugging Face folders, or pass checkpoint paths"
             raise setting_error("SRC", path, "is a Hugging Face folder, not a checkpoint", fix)
     sources = sources_of(arguments.sources, last=arguments.last or int(arguments.ema))
     weights = weights_of(arguments.weights, len(sources), ema_decay=arguments.ema_decay)
@@ -156,7 +156,7 @@ def run_average(arguments: argparse.Namespace) -> None:
     arg("b", "reference checkpoint: the relative difference of a tensor is ||a-b||/||b||", Path),
     flag("--optimizer", "also compare the optimizer state"),
     arg("--top N", "number of tensors to show, largest differences first", default=10),
-    arg("--rtol X", "largest ||a-b||/||b|| of any tensor for exit code 0 (default: 0)", default=0.0),
+    arg("--rtol X", "exit with code 0 if no tensor's ||a-b||/||b|| is above X (default: 0)", default=0.0),
     JSON,
 )
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -219,8 +219,8 @@ def run_prune(arguments: argparse.Namespace) -> None:
     arg("--pattern GLOB", "file names to search for in a folder (repeatable; default: *.pt *.pth *.bin)",
         action="append"),
     flag("--no-recursive", "do not search subfolders"),
-    flag("--dry-run", "print the disk space that would be saved; write nothing"),
-    arg("--out DIR", "folder for the smaller files (default: replace the original files)", Path),
+    flag("--dry-run", "print how much smaller the files would be; write nothing"),
+    arg("--out DIR", "folder for the rewritten files (default: replace the original files)", Path),
     JSON,
 )  # fmt: skip
 def run_shrink(arguments: argparse.Namespace) -> int:
@@ -261,11 +261,19 @@ _DTYPE = arg("--dtype", "data type of the weights (default: unchanged)", choices
 @command("convert from-hf", "convert a Hugging Face folder to a checkpoint for training")
 @takes(
     arg("source SRC", "folder with config.json and safetensors files, or hf://OWNER/NAME[@REVISION]"),
-    arg("target DST", "checkpoints folder to create; a downloaded SRC is kept next to it", Path),
+    arg(
+        "target DST",
+        "checkpoints folder to create; if SRC is downloaded, the download is kept beside DST",
+        Path,
+    ),
     _DTYPE,
     flag("--drop-mtp", "omit the model's layers for multi-token prediction"),
     repeated("--ignore-field NAME", "unknown field of config.json to ignore (repeatable)"),
-    flag("--verify", "compare the result with transformers, layer by layer (both models in memory, in fp32)"),
+    flag(
+        "--verify",
+        "compare the outputs of each layer with those of SRC in transformers (both models in "
+        "memory, in fp32)",
+    ),
 )
 def run_from_hf(arguments: argparse.Namespace) -> int:
     """Converts a Hugging Face folder to a checkpoint, copies its tokenizer, and writes settings.env for a run
@@ -304,7 +312,7 @@ def run_from_hf(arguments: argparse.Namespace) -> int:
 
 @command("convert to-hf", "convert a checkpoint to a Hugging Face folder")
 @takes(
-    arg("source SRC", "run folder, checkpoints folder or iter_ folder, in any layout", Path),
+    arg("source SRC", "run folder, checkpoints folder or iter_ folder, with any parallel layout", Path),
     arg("target DST", "Hugging Face folder to create", Path),
     _DTYPE,
     arg("--weights", "model: the model's own weights; main: the optimizer's fp32 main weights",

@@ -31,7 +31,7 @@ def either(words: str, about: str, kind: Kind | None = None, /, **options: Any) 
 
 TEXT_DOCUMENTS = arg(  # same as the setting TEXT_DOCUMENTS
     "--text-documents",
-    "make one document of each text file, or of each block between blank lines",
+    "unit that forms a document in text files; file: whole file; block: text between blank lines",
     choices=("file", "block"),
     default="file",
 )
@@ -46,7 +46,7 @@ MEMORY = either(
 )
 SHUFFLE_TASKS = either(
     "--shuffle-tasks N",
-    "tasks per shuffle (default: 1; on SLURM and Ray, one per chunk if the data exceed 50 GB)",
+    "tasks per shuffle (default: 1; for more than 50 GB on SLURM or Ray: one per chunk file)",
     int,
 )
 

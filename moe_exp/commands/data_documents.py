@@ -33,9 +33,10 @@ _SOURCE = (
     arg("source", "dataset name (see `moe-exp data list`), owner/name on the Hugging Face Hub, folder, file, "
         "or object store URL (s3://, gs://, hf://)"),
     repeated("--pattern GLOB", "files to use, instead of those registered for the dataset (repeatable)"),
-    arg("--text-field NAME", "field that contains the text (default: as registered, otherwise 'text')"),
-    arg("--revision", "branch, tag or commit of the dataset (default: as registered, "
-        "otherwise 'main')"),
+    arg("--text-field NAME", "field that contains the text (default: as registered for the dataset, "
+        "otherwise 'text')"),
+    arg("--revision", "branch, tag or commit of the dataset (default: the one registered "
+        "for it, otherwise 'main')"),
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ _SOURCE = (
     arg("--max-workers N", "number of concurrent downloads", default=8),
     arg("--retries N", "number of consecutive failures before giving up", default=6),
     arg("--bandwidth MB/S", "bandwidth assumed by --dry-run (MB/s; default: 50)", float, default=50),
-    flag("--dry-run", "print files, bytes, free disk space and time; write nothing"),
+    flag("--dry-run", "print file count and size, free disk space and download time; write nothing"),
     flag("--start-over", "download everything again, at the newest commit of the revision"),
 )
 def run_download(arguments: argparse.Namespace) -> None:
@@ -73,9 +74,10 @@ def run_download(arguments: argparse.Namespace) -> None:
 @takes(
     *_SOURCE,
     arg("--list", "list the registered datasets and exit", action=_List, nargs=0),
-    flag("--dry-run", "print files, disk space and time; write nothing"),
+    flag("--dry-run", "estimate input size, disk space and run time; write nothing"),
     data.DATA_DIR,
-    either("--start-over", "convert and shuffle again, even if settings have changed", action="store_true"),
+    either("--start-over", "convert and shuffle again; replaces earlier results, even those of other "
+           "settings", action="store_true"),
     data.DOWNLOAD_AGAIN,
     group(
         "filters",
@@ -212,7 +214,8 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
         "validation file in the input folder, excluded from the merge (the suffix .jsonl is optional)",
         required=True),
     arg("--output_file_name --output-file-name",
-        "path of the merged file, or its name in the input folder's parent (the suffix .jsonl is optional)",
+        "path of the merged file; a name without a folder is put next to the input folder (the suffix .jsonl "
+        "is optional)",
         required=True),
     *_HOW,
 )  # fmt: skip

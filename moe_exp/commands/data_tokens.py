@@ -31,13 +31,13 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
 @command("data tokenize", "tokenize documents into Megatron's .bin/.idx files, or merge token files")
 @takes(
     one_of(
-        arg("--input PATH", f"files, folders or quoted patterns: {KINDS}", nargs="+"),
+        arg("--input PATH", f"files, folders or patterns in quotes; file types: {KINDS}", nargs="+"),
         arg("--merge PREFIX", "prefixes of token files to merge in this order into --output-prefix",
             nargs="+"),
         required=True,
     ),
-    arg("--output-prefix", "output path without suffix; _KEY_document is appended unless --merge is used",
-        required=True),
+    arg("--output-prefix", "output path without suffix; _KEY_document (KEY from --json-keys) is appended "
+        "unless --merge is used", required=True),
     arg("--json-keys KEY", "fields to tokenize; each field gets its own files (default: text)", nargs="+",
         default=["text"]),
     arg("--tokenizer-type", "tokenizer type, as named in Megatron", choices=TOKENIZER_TYPES),
@@ -47,13 +47,14 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     flag("--append-eod", "end every document with the end-of-document token"),
     flag("--prepend-bos", "begin every document with the beginning-of-sequence token"),
     arg("--eod-token", "end-of-document token, needed if the tokenizer's files define none"),
-    flag("--allow-special", "encode special tokens in texts as special tokens (default: as ordinary text)"),
-    arg("--backend", "tokenizer implementation; auto uses gigatoken if its ids equal the tokenizer's own",
+    flag("--allow-special", "encode the text of a special token as that token (default: as ordinary text)"),
+    arg("--backend",
+        "tokenizer implementation; auto: gigatoken if it gives the same ids as the tokenizer's own package",
         choices=BACKENDS, default="auto"),
     TEXT_DOCUMENTS,
     _SKIP_BAD,
     _START_OVER,
-    flag("--dry-run", "estimate tokens, disk space and time from a sample; write nothing"),
+    flag("--dry-run", "estimate token count, disk space and run time from a sample; write nothing"),
     group(
         "execution",
         *execution("number of tasks on separate cores or machines (default: --workers processes instead)"),
@@ -118,8 +119,9 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
 
 @command("data train-tokenizer", "train a byte-level BPE tokenizer and save it as a folder for AutoTokenizer")
 @takes(
-    arg("input PATH", f"files, folders or quoted patterns: {KINDS}", nargs="+"),
-    arg("--vocab-size", "vocabulary size, including special tokens and 256 byte tokens", int, required=True),
+    arg("input PATH", f"files, folders or patterns in quotes; file types: {KINDS}", nargs="+"),
+    arg("--vocab-size", "vocabulary size, including special tokens and the 256 single-byte tokens", int,
+        required=True),
     arg("--out", "folder for the tokenizer", required=True),
     arg("--json-key", "field that contains the text", default="text"),
     arg("--eos-token", "end-of-document token", default=EOD_TOKEN),
@@ -148,10 +150,10 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> None:
     arg("mixture", "YAML file that defines the mixture", Path),
     arg("--name", "name of the mixture (default: the YAML file's name)"),
     data.DATA_DIR,
-    flag("--start-over", "create everything again except the downloads"),
+    flag("--start-over", "keep the downloads, but create everything else again"),
     repeated("--start-over-source NAME", "name of a source to create again (repeatable)"),
     data.DOWNLOAD_AGAIN,
-    flag("--dry-run", "print files, disk space and time of each source; write nothing"),
+    flag("--dry-run", "print file count, disk space and expected time of each source; write nothing"),
     data.MEMORY,
     group(
         "execution",
@@ -214,7 +216,7 @@ def run_push(arguments: argparse.Namespace) -> None:
 @command("data pull", "copy an output from an object store to this machine")
 @takes(
     arg("url", "folder in the object store, or prefix of token files in the store"),
-    arg("folder", "folder for the files", Path),
+    arg("folder", "local folder to copy to", Path),
 )
 def run_pull(arguments: argparse.Namespace) -> None:
     """Copies a pushed output into a folder and verifies every hash. Repeat the command to resume."""
@@ -248,7 +250,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     arg("path", "folder, prefix or file created by moe-exp data", Path),
     arg(
         "--against OTHER",
-        "corpus to compare with instead of the manifest; its document order may differ",
+        "corpus to compare with, instead of the manifest; the order of documents does not matter",
         Path,
     ),
     arg("--text-field", "with --against: JSONL field that contains the text", default="text"),

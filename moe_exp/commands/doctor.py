@@ -215,7 +215,11 @@ def check_documents() -> int:
 
 @command("doctor", "show versions, devices and missing packages")
 @takes(
-    flag("--kernels", "only compare every Triton kernel with plain PyTorch (exit code 1 if one fails)"),
+    flag(
+        "--kernels",
+        "check every Triton kernel against plain PyTorch instead of showing versions (exit code 1 if one "
+        "fails)",
+    ),
     flag(
         "--leak-test",
         "check that DOCUMENT_MASK prevents attention between packed documents (exit code 1 if it does not)",

@@ -23,18 +23,20 @@ _SIZES = {"tp": "tensor", "pp": "pipeline", "ep": "expert", "etp": "expert tenso
 # Settings of a multi-node job, as in moe-exp train.
 _NODES = {"nnodes": 1, "node_rank": 0, "master_addr": "localhost", "master_port": 23456}
 _MODEL = (
-    arg("--checkpoint DIR", "iter_ folder, checkpoints folder or run folder", required=True),
+    arg("--checkpoint DIR", "iteration folder (iter_*), checkpoints folder or run folder", required=True),
     arg("--dtype", "data type for computation (default: as in training)", choices=("fp32", "bf16", "fp16"),
         default=""),
     *(
-        arg(f"--{name}", f"{what}-parallel size; may differ from training", positive, default=1)
+        arg(f"--{name}", f"{what}-parallel size; may differ from that in training", positive, default=1)
         for name, what in _SIZES.items()
     ),
-    arg("--gpus-per-node N", "ranks per node (default: as the parallel sizes require)", positive, default=0),
+    arg("--gpus-per-node N", "ranks per node (default: the fewest that the parallel sizes allow)", positive,
+        default=0),
     arg("--threads-per-rank N", "PyTorch threads per rank (default: an equal share of the cores)", positive,
         default=0),
     *(
-        arg(f"--{name.replace('_', '-')}", f"as in moe-exp train (default: ${name.upper()}, or {default})")
+        arg(f"--{name.replace('_', '-')}",
+            f"same as in moe-exp train (default: ${name.upper()}, otherwise {default})")
         for name, default in _NODES.items()
     ),
 )  # fmt: skip
@@ -50,10 +52,10 @@ _DOCUMENT_MASK = arg(
 @takes(
     *_MODEL, arg("--tokens IDS.npy", "file of input token ids: integers [B, S]", required=True),
     arg("--out LOGITS.npy", "file for next-token logits: float32 [B, S, VOCAB_SIZE]", required=True),
-    arg("--batch-size", "rows per batch (default: as many as fit in 256 MB of logits)", int),
+    arg("--batch-size", "rows per batch (default: as many as keep the logits within 256 MB)", int),
     flag("--capacity", "drop tokens above the expert capacity, as in training (MOE_TYPE=moe)"),
     _DOCUMENT_MASK,
-    arg("--eod-id ID", "end-of-document token id (default: from the training tokenizer)", int),
+    arg("--eod-id ID", "end-of-document token id (default: that of the tokenizer used in training)", int),
     flag("--overwrite", "replace an existing LOGITS.npy"),
 )  # fmt: skip
 def run_score(arguments: argparse.Namespace) -> int:
@@ -77,19 +79,19 @@ def run_score(arguments: argparse.Namespace) -> int:
     arg("--data PREFIX", "prefixes of .bin/.idx files; each gets a row in the table (default: VALID_DATA of "
         "the run, else the validation split of TRAIN_DATA, else the embedded corpus)", nargs="+", default=[]),
     string("--data-of RUN",
-           "use the validation data and sequence length of this run instead of the checkpoint's run"),
+           "use the validation data and sequence length of RUN instead of those of the checkpoint's run"),
     flag("--allow-other-data",
          "print a warning instead of failing if data and model use different tokenizers"),
     arg("--samples N", "evaluate only the first N sequences of each --data prefix (default: all)", int),
     flag("--by-document", "evaluate each document separately instead of joining all documents"),
     arg("--experts N", "count the tokens per expert for each --data prefix, and show the N most specialized "
         "experts per layer (if N is omitted: 8)", int, nargs="?", const=8),
-    arg("--batch-size", "sequences per batch (default: as many as fit in 256 MB of logits)", int),
+    arg("--batch-size", "sequences per batch (default: as many as have logits of at most 256 MB)", int),
     flag("--capacity", "drop tokens above the expert capacity and skip sequences shorter than SEQ_LEN, as in "
          "training (MOE_TYPE=moe)"),
     _DOCUMENT_MASK,
-    string("--tokenizer", "tokenizer for bits per byte: tokenizer.json, its folder, a .model file, or the "
-           "word bytes: one token per byte (default: as in training)"),
+    string("--tokenizer", "tokenizer used to compute bits per byte: tokenizer.json, its folder, a .model "
+           "file, or the word bytes, for one token per byte (default: as in training)"),
     flag("--json", "print one JSON object"),
 )  # fmt: skip
 def run_eval(arguments: argparse.Namespace) -> int:
@@ -104,8 +106,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
     *_MODEL,
     repeated("--prompt", "text to continue (repeatable)"),
     repeated("--prompt-file FILE", "file with a prompt, or - for standard input (repeatable)"),
-    string("--tokenizer", "tokenizer.json, its folder, a .model file, or the word bytes: one token per "
-           "byte (default: as in training)"),
+    string("--tokenizer", "tokenizer.json, its folder or a .model file; bytes: one token per byte "
+           "(default: as in training)"),
     flag("--allow-special", "parse <s> and other special tokens in prompts instead of treating them as text"),
     arg("--max-new-tokens", "maximum number of new tokens per prompt", default=128),
     arg("--max-positions", "maximum total number of prompt and new tokens (default: SEQ_LEN of training)",

@@ -31,13 +31,14 @@ PLANNED = (  # arguments that describe the planned run
 )
 _GOODPUT = (
     arg("--mtbf-hours H",
-        "mean time between failures of one node (hours), from which goodput and the best SAVE_INTERVAL are "
-        "estimated",
+        "mean time between failures of one node (hours); used to estimate goodput and the best "
+        "SAVE_INTERVAL",
         float),
     arg("--restart-minutes M",
         "time from a failure to the next iteration (minutes; with --mtbf-hours; default: 15)", float),
     arg("--save-seconds S",
-        "duration of one save (seconds; with --mtbf-hours; default: estimated at 1 GB/s per node)", float),
+        "duration of one save (seconds; requires --mtbf-hours; default: estimated at 1 GB/s per node)",
+        float),
 )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
     ),
     string(
         "--export FILE",
-        "write the best layout as settings for --config to FILE, or to stdout if FILE is env",
+        "write the best layout to FILE as settings for --config; --export env: write to stdout instead",
     ),
     arg("--rank N", "export the N-th best layout (default: 1, or the layout of --explain)", default=1),
     *PLANNED,
@@ -102,7 +103,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     to_stdout = arguments.export == "env"
     if to_stdout and arguments.json:
         rule = "cannot be combined with --json, since both write to standard output"
-        raise setting_error("export", arguments.export, rule, "omit --json, or give --export a file")
+        raise setting_error("export", arguments.export, rule, "omit --json, or set --export to a file")
     if arguments.export and not to_stdout:
         check_new_file("export", Path(arguments.export))
     refuse(arguments, *FAILURE_FLAGS)
@@ -191,8 +192,8 @@ def _doubt(chosen: Candidate, found: Search) -> str:
 @takes(
     arg("--runs CSV", "table of measured runs", Path, required=True),
     arg("--out FILE", "output file for the fitted constants, for use with --profile", Path, required=True),
-    arg("--prior FILE", "profile whose constants serve as priors of the fit, for a new device with few runs",
-        Path, default=None),
+    arg("--prior FILE", "profile (fitted constants) to use as the fit's priors, useful for a new device "
+        "with few measured runs", Path, default=None),
 )  # fmt: skip
 def run_calibrate(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically
@@ -213,7 +214,12 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
 
 @command("plan predict", "predict memory and time of the runs in a CSV")
 @takes(
-    arg("--runs CSV", "table of runs; result columns may be missing or empty", Path, required=True),
+    arg(
+        "--runs CSV",
+        "runs to predict; columns of measured results may be missing or empty",
+        Path,
+        required=True,
+    ),
     arg("--out CSV", "file for the predictions (row_id,mem_gb,sec_per_it,oom)", Path, required=True),
     _PROFILE,
 )
@@ -326,6 +332,6 @@ def check_new_file(name: str, path: Path) -> None:
     """Raises ValueError if `path` exists but is not a regular file, or if its folder does not exist."""
     # a folder, or a device such as /dev/stdout, which a file would replace
     if path.exists() and not path.is_file():
-        raise setting_error(name, path, "exists and is not a regular file", "specify a file")
+        raise setting_error(name, path, "exists and is not a regular file", "choose another path")
     if not path.parent.is_dir():
         raise setting_error(name, path, f"{path.parent} is not a folder", "create it, or choose another file")

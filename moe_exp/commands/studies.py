@@ -19,14 +19,15 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
 @command("compare", "train dense and MoE models with the same budget and write a report")
 @takes(
     string("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense; "
-           "if --variant is given at least twice: none)"),
+           "with two or more --variant: none of these)"),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg("--match", "quantity to equalize across models; flops: FLOPs per token; active-params: active "
         "parameters; time: training time (flops and active-params also equalize the "
         "number of tokens)", default="flops"),
     arg("--repeats", "runs per model, with seeds SEED, SEED+1, ..., to estimate noise", default=1),
     arg("--seconds",
-        "training time per model with --match time (seconds; default: what the MoE needs for TRAIN_ITERS)",
+        "with --match time: training time of each model (seconds; default: the time that the MoE needs for "
+        "TRAIN_ITERS)",
         default=0.0),
     arg("--timeout", "time limit of each run (seconds; default: none)", default=0.0),
     flag("--dry-run", "print the models, their sizes and the expected time without starting a run"),
@@ -56,9 +57,10 @@ def run_compare(arguments: argparse.Namespace) -> int:
 )
 @takes(
     arg("definition",
-        "YAML file with the rungs (model sizes), or the name of a built-in ladder (default: use --sizes)",
+        "YAML file with the rungs (model sizes), or the name of a built-in ladder; optional with --sizes",
         nargs="?"),
-    arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; it also sets depth, tokens and LR"),
+    arg("--sizes",
+        "HIDDEN_SIZE of each rung, such as 16,24,32,48; depth, tokens and LR are scaled accordingly"),
     arg("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense)"),
     arg("--variant NAME:SETTING=VALUE,...", _VARIANT, action="append"),
     arg("--baseline", "variant to compare the others with (default: dense)"),
@@ -107,7 +109,7 @@ def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @command("sweep", "run a few iterations of many layouts and write a table of memory and time")
 @takes(
-    flag("--dry-run", "print the cases and predictions without starting or writing anything"),
+    flag("--dry-run", "print the cases with their predicted time and memory; start and write nothing"),
     flag("--retry-failed", "also rerun cases that failed, ran out of memory or timed out"),
     lambda parser: add_arguments(parser, SweepSettings),
     add_arguments,
@@ -153,7 +155,7 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
     experts_help = "values of NUM_EXPERTS at the first width, such as 8,16 (default: the given NUM_EXPERTS)"
     parts_help = "expert granularities at the first width, such as 1,2; each multiplies TOPK and NUM_EXPERTS"
     return (
-        arg("--widths", "HIDDEN_SIZE of the models", default="64,128,256,512"),
+        arg("--widths", "HIDDEN_SIZE values to compare", default="64,128,256,512"),
         string("--experts", experts_help),
         string("--granularities", parts_help),
         arg("--repeats", "number of seeds per model", int, default=repeats),

@@ -39,7 +39,11 @@ LAUNCH_SETTINGS = (
 @takes(
     lambda parser: add_arguments(parser, names=LAUNCH_SETTINGS),
     string("--hosts LIST", "node names in NODE_RANK order, such as a[1-3],b (default: $SLURM_JOB_NODELIST)"),
-    arg("--exclude-file FILE", "exclude list for bad nodes (default: RUN_DIR/exclude_nodes.txt)", Path),
+    arg(
+        "--exclude-file FILE",
+        "exclude list, to which bad nodes are added (default: RUN_DIR/exclude_nodes.txt)",
+        Path,
+    ),
     flag("--no-exclude", "do not add bad nodes to the exclude list"),
     JSON,
 )
@@ -71,9 +75,9 @@ def run_preflight(arguments: argparse.Namespace) -> int:
 @command("watch exclude", "show or change the list of nodes that jobs must avoid")
 @takes(
     arg("file FILE", "list of excluded nodes, usually RUN_DIR/exclude_nodes.txt", Path),
-    flag("--slurm", "print the list as the sbatch option --exclude=a,b (nothing if the list is empty)"),
+    flag("--slurm", "print the excluded nodes as sbatch option --exclude=a,b (nothing if there are none)"),
     arg("--add HOST", "hosts to add to the list", nargs="+", default=[]),
-    arg("--reason", "reason recorded by --add", default="added by a user"),
+    arg("--reason", "reason to store for added hosts", default="added by a user"),
     arg("--remove HOST", "hosts to remove from the list", nargs="+", default=[]),
 )
 def run_exclude(arguments: argparse.Namespace) -> None:
@@ -100,9 +104,9 @@ def run_exclude(arguments: argparse.Namespace) -> None:
 
 @command("watch blame", "find the node, rank and device that caused the errors in logs")
 @takes(
-    arg("logs LOG", "run folders, or log files (of ranks, of srun or of the kernel)", Path, nargs="+"),
+    arg("logs LOG", "run folders, or log files (from ranks, srun or the Linux kernel)", Path, nargs="+"),
     arg("--exclude FILE",
-        "exclude list to which hosts with hardware, driver or link faults are added",
+        "also add the hosts with hardware, driver or link faults to this exclude list",
         Path),
     JSON,
 )  # fmt: skip
@@ -131,9 +135,9 @@ def run_blame(arguments: argparse.Namespace) -> None:
     "watch diagnose", "decide whether a failed job should restart: restart, exclude a node, wait or stop"
 )
 @takes(
-    arg("logs LOG", "run folders, or log files (of ranks, of srun or of the kernel)", Path, nargs="+"),
+    arg("logs LOG", "run folders, or log files (from ranks, srun or the Linux kernel)", Path, nargs="+"),
     arg("--iterations N", "iterations completed in the failed launch (default: from the logs)", int),
-    flag("--trained-before", "assume that an earlier launch with the same settings made progress"),
+    flag("--trained-before", "assume that an earlier launch with the same settings completed iterations"),
     JSON,
 )
 def run_diagnose(arguments: argparse.Namespace) -> None:
@@ -168,9 +172,9 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
     arg("--again TIME", "time after which an ongoing problem is reported again", default="6h"),
     string("--stuck TIME", "report a run as stuck if it logs no new record for this time (default: derived "
            "from the run's speed)"),
-    arg("--ahead TIME", "report a run if its SLURM jobs end within this time but the run needs longer",
+    arg("--ahead TIME", "report a run if its SLURM jobs end within this time and before the run does",
         default="24h"),
-    arg("--wait TIME", "report a run with queued jobs if no job has run for this long", default="24h"),
+    arg("--wait TIME", "report a run with queued jobs if no job was running during this time", default="24h"),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),
     group(
         "alert channels; passwords and webhook URLs are read only from files and environment variables",
@@ -179,7 +183,8 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
         arg("--smtp HOST:PORT", "SMTP server (default: localhost)"),
         arg("--smtp-security", "encryption of the SMTP connection",
             choices=("starttls", "tls", "none"), default="starttls"),
-        arg("--smtp-user NAME", "SMTP user name; the password is read from $SMTP_PASSWORD or a file"),
+        arg("--smtp-user NAME", "SMTP user name; the password is read from $SMTP_PASSWORD or "
+            "--smtp-password-file"),
         arg("--smtp-password-file FILE", "file whose first line is the SMTP password"),
         arg("--webhook-file FILE", "file whose first line is the webhook URL (default: $WATCH_WEBHOOK)"),
         arg("--alert-file FILE", "file to append alerts to"),
@@ -218,7 +223,11 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
 
 @command("watch stacks", "show the stacks of a run's ranks and which ranks differ from the others")
 @takes(
-    arg("folder RUN|DIR", "run folder (requests stacks) or a folder in RUN/hang (shows its stacks)", Path),
+    arg(
+        "folder RUN|DIR",
+        "run folder, to request new stacks, or a folder in RUN/hang, to show its stacks",
+        Path,
+    ),
     flag("--full", "also print the full stacks, one per group of ranks with the same stack"),
 )
 def run_stacks(arguments: argparse.Namespace) -> None:
@@ -279,7 +288,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
     arg("run_folder RUN", "run folder, or a settings file (YAML or NAME=value lines)", Path),
     arg("--mtbf HOURS", "mean time between failures of one node (hours; default: from the run's events)",
         float),
-    arg("--nodes N", "number of nodes by which --mtbf is divided (default: NNODES of the run)", int),
+    arg("--nodes N", "number of nodes of the job; --mtbf is divided by it (default: NNODES of the run)", int),
     arg("--save-seconds S", "duration of one save (seconds; default: measured in the run)", float),
     arg("--iteration-seconds S", "duration of one iteration (seconds; default: measured in the run)", float),
     arg("--restart-seconds S",

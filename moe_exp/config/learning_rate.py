@@ -163,7 +163,8 @@ def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
     if c.warmup_iters >= c.train_iters:
         rule = f"the run ends at TRAIN_ITERS={c.train_iters} during the warm-up"
         fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of TRAIN_ITERS, or raise TRAIN_ITERS"
-        yield c.problem("warmup_iters", f"{rule}, at a rate of {reached:.3g} instead of LR={c.lr:g}", fix)
+        rule += f", at a learning rate of {reached:.3g} instead of LR={c.lr:g}"
+        yield c.problem("warmup_iters", rule, fix)
     if not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr:
         return
     run = num_samples / c.gbsz  # in full batches, as the schedule counts

@@ -68,7 +68,7 @@ def read_composed(value: str) -> str | None:
         return None
     pieces = composed(text)
     if any(not until for _, until, _ in pieces[:-1]):
-        raise ValueError("only the last piece may omit the iteration at which it ends")
+        raise ValueError("only the last STYLE:UNTIL piece may omit UNTIL, the point at which it ends")
     _check_shares([until for _, until, _ in pieces])
     if any(target is not None and target > 1 for _, _, target in pieces):
         raise ValueError("the final rate of a piece must not exceed 100% of LR")
@@ -92,9 +92,11 @@ def read_values(value: object) -> float | str:
     if not all(0 <= number_in(number) < math.inf for number in numbers) or not all(
         re.fullmatch(_POINT, end) for end in ends[:-1]
     ):
-        raise ValueError("must be a number of at least 0, or VALUE:UNTIL pieces such as 0.3:70%,0.1")
+        raise ValueError(
+            "must be a number of at least 0, or comma-separated VALUE:UNTIL pieces such as 0.3:70%,0.1"
+        )
     if ends[-1]:
-        raise ValueError("the last value applies until the end and must not have UNTIL")
+        raise ValueError("the last value applies until the end and must not be followed by :UNTIL")
     _check_shares(ends[:-1])
     return float(text) if len(ends) == 1 else text
 
@@ -118,7 +120,8 @@ def composed(text: str) -> tuple[tuple[str, str, float | None], ...]:
         if not match:
             raise ValueError(_SYNTAX)
         if match[1] not in PIECES:
-            raise ValueError(f"{match[1]} is not a known piece; use one of {', '.join(PIECES)}")
+            rule = f"{match[1]} cannot be the style of a STYLE:UNTIL piece"
+            raise ValueError(f"{rule}; use one of {', '.join(PIECES)}")
         pieces.append((match[1], match[2] or "", float(match[3]) / 100 if match[3] else None))
     return tuple(pieces)
 
@@ -207,7 +210,7 @@ def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
             raise ValueError(f"stage {number}: {name}={given} must be a whole number of at least 1")
     data = stage.get("train_data")
     if data is not None and not (isinstance(data, str) and data.strip()):
-        raise ValueError(f"stage {number}: train_data must be text in the format of TRAIN_DATA")
+        raise ValueError(f"stage {number}: train_data must be a non-empty string in the format of TRAIN_DATA")
     if data is None and "seq_len" not in numbers:
         raise ValueError(f"stage {number} changes nothing: add train_data or seq_len")
     read: dict[str, Any] = {name: int(found) for name, found in numbers.items()}

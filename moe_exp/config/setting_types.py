@@ -129,7 +129,9 @@ def _iterations(text: str) -> None:
     # the two ends of a range may be equal
     in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))
     if text and not (ends[0] >= 1 and in_order):
-        raise ValueError("must be an ascending comma-separated list of iterations (from 1) or ranges (10-12)")
+        raise ValueError(
+            "must be comma-separated iterations (1 or higher) or ranges such as 10-12, in ascending order"
+        )
 
 
 def _timeout(value: Any) -> str:

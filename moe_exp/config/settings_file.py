@@ -94,7 +94,8 @@ def _name_value_pairs(text: str) -> Iterator[tuple[str, str | None]]:
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
         if words and re.search(r"[$`]", re.sub(r"'[^']*'|(^|\s)#.*", "", line)):
-            raise ValueError(f"line {number}: variables are not expanded; write the value, or quote $ as '$'")
+            rule = "variables are not expanded; write the variable's value, or '$' for a literal $"
+            raise ValueError(f"line {number}: {rule}")
         for word in words[words[:1] == ["export"] :]:
             name, equals, value = word.partition("=")
             if not equals or not name.isidentifier():

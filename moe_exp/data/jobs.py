@@ -201,7 +201,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
         fix = "repeat the command on a login node to submit them"
         raise ValueError(f"executor=slurm: {rule} {passes[-1].folder}/logs). Fix: {fix}.")
     if not shutil.which(_LAUNCHER, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"):
-        fix = "add the folder where pip installs programs to PATH"
+        fix = "add to PATH the folder where pip installs programs"
         raise ValueError(f"executor=slurm: datatrove's {_LAUNCHER} not found in PATH. Fix: {fix}.")
     ids: list[str] = []
     # each executor depends on the previous one, so SLURM starts the passes in order

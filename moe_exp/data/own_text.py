@@ -238,7 +238,8 @@ def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> l
     others = [name for name in members if not is_text(name)]
     holds_out = not config.valid_data and not config.split
     if texts and others and holds_out and config.eval_interval:
-        rule = f"documents can only be held out from text, but {others[0]} is a prefix of token files"
+        rule = "validation documents can only be held out from text"
+        rule += f", but {others[0]} is a prefix of token files"
         problems.append(config.problem("train_data", rule, "set VALID_DATA or SPLIT=99,1"))
     for setting, name in given:
         if is_url(name):
@@ -307,7 +308,7 @@ def _check_first_documents(source: TextSource) -> None:
     """Raises ValueError unless the first file per format starts with a document that has the text field."""
     by_kind = {ending(path): path for path in reversed(source.files) if path.stat().st_size}
     if not by_kind:
-        raise setting_error(source.setting, source.name, "contains only empty files", "give files with text")
+        raise setting_error(source.setting, source.name, "contains only empty files", "use non-empty files")
     for path in by_kind.values():
         field = source.text_field
         # raises an error for a table without this column
@@ -317,4 +318,5 @@ def _check_first_documents(source: TextSource) -> None:
             row = orjson.loads(line)
         if isinstance(row, dict) and field not in row:
             rule = f"{path.name} has no field {field!r}; its fields are {', '.join(row) or 'none'}"
-            raise setting_error(source.setting, source.name, rule, "set TEXT_FIELD to the text field")
+            fix = "set TEXT_FIELD to the field with the text"
+            raise setting_error(source.setting, source.name, rule, fix)

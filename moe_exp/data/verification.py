@@ -193,7 +193,7 @@ def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
     are_tokens = {not one.is_dir() and ending(one) not in JSON_SUFFIXES for one in (path, other)}
     if len(are_tokens) > 1:
         fix = "give two .bin/.idx prefixes, or JSONL for both"
-        raise ValueError(f"{path}: must be of the same kind as {other}. Fix: {fix}.")
+        raise ValueError(f"{path}: must be of the same kind as {other} (tokens or JSONL). Fix: {fix}.")
     here, there = (_all_hashes(one, text_field, is_tokens=True in are_tokens) for one in (path, other))
     only_here, only_there = inspection.difference(here, there)
     wrong = f"{only_here:,} documents are missing from {other}, which has {only_there:,} additional ones"

@@ -74,7 +74,7 @@ def start(config: Config) -> Runtime:
     rank, world_size = _place()
     if world_size != config.world_size:
         ranks = f"{config.world_size} ranks with NNODES={config.nnodes}, but torchrun started {world_size}"
-        fix = "start torchrun with the same nodes and GPUs"
+        fix = "start torchrun with NNODES nodes and GPUS_PER_NODE ranks per node"
         raise setting_error("gpus_per_node", config.gpus_per_node, f"requires {ranks}", fix)
     device = _device(config, int(os.environ.get("LOCAL_RANK") or rank % config.gpus_per_node))
     if is_in_group():

@@ -137,7 +137,7 @@ class HeldOut:
                 if not 0 <= value < vocab_size:
                     place = begin + int((ids == value).argmax())
                     rule = f"has id {value} at token {place}, but the model's ids are 0 to {vocab_size - 1}"
-                    return problem("data", self.prefix, rule, "use the training's tokenizer")
+                    return problem("data", self.prefix, rule, "tokenize with the model's tokenizer")
         return None
 
 

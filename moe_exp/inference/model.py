@@ -98,7 +98,8 @@ class Model:
         ids, vocab_size = torch.as_tensor(tokens), self.config.vocab_size
         if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
             what = f"{ids.dtype} {list(ids.shape)}"
-            raise setting_error("tokens", what, "must be integers [B, S]", "pass a row of ids for each text")
+            fix = "pass a row of ids for each text"
+            raise setting_error("tokens", what, "must be integers of shape [B, S]", fix)
         ids = ids.long()
         if ids.min() < 0 or ids.max() >= vocab_size:
             wrong = int(ids.max() if ids.max() >= vocab_size else ids.min())

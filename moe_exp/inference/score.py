@@ -106,7 +106,8 @@ def _end_of_document(request: ScoreRequest, saved: Config, folder: Path) -> int:
         try:
             found = tokenizer_for(saved, "", order=saved_order(folder)).eod_id
         except ValueError as error:
-            raise setting_error("eod_id", "", f"is required: {error}", "pass --eod-id") from None
+            rule = f"is required, because the tokenizer cannot be used ({error})"
+            raise setting_error("eod_id", "", rule, "pass --eod-id") from None
     if found is None or not 0 <= found < saved.vocab_size:
         rule = "is required, because the training's tokenizer has no end-of-document token"
         if found is not None:
@@ -139,7 +140,7 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
                 row, column = (int(index) for index in np.argwhere(block == value)[0])
                 place = f"row {first + row}, column {column}"
                 rule = f"has the id {value} in {place}, but the model's ids are 0 to {vocab_size - 1}"
-                raise setting_error("tokens", path, rule, "use the training's tokenizer")
+                raise setting_error("tokens", path, rule, "tokenize with the model's tokenizer")
     return ids
 
 
@@ -203,7 +204,8 @@ def _make_file(plan: ScoringPlan) -> None:
                 os.truncate(file.fileno(), num_bytes)
     except FileExistsError:
         rule = f"another job is writing this file, or was killed and left {plan.partial} behind"
-        raise setting_error("out", plan.out, rule, "wait for that job, or remove that file") from None
+        fix = "wait for that job, or remove the file left behind"
+        raise setting_error("out", plan.out, rule, fix) from None
     except OSError:
         plan.partial.unlink()
         raise

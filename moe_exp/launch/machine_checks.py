@@ -281,7 +281,8 @@ def _vocabulary_fix(c: Config, size: int) -> str:
 def _tokenizer(c: Config) -> Iterator[str]:
     if c.prepend_bos and not any(map(names_text, (c.train_data, c.valid_data, *c.stage_blends))):
         fix = "omit PREPEND_BOS, or create the token files with moe-exp data tokenize --prepend-bos"
-        yield c.problem("prepend_bos", "requires text in TRAIN_DATA, VALID_DATA or DATA_STAGES", fix)
+        rule = "requires text, not only token files, in TRAIN_DATA, VALID_DATA or DATA_STAGES"
+        yield c.problem("prepend_bos", rule, fix)
     if not c.tokenizer:
         return
     if not Path(c.tokenizer).exists():
@@ -302,7 +303,7 @@ def _remote_dir(c: Config) -> Iterator[str]:
     if c.remote_dir and not is_url(c.remote_dir):
         yield c.problem("remote_dir", "must be a URL", "set it to a URL such as s3://bucket/runs")
     elif c.remote_dir.startswith("hf://"):
-        yield c.problem("remote_dir", "hf:// makes one commit per file", "set it to an s3:// or gs:// URL")
+        yield c.problem("remote_dir", "hf:// commits each file separately", "set it to an s3:// or gs:// URL")
     elif c.remote_dir:
         try:
             yield from filter(None, [ahead_problem(c)])
@@ -358,7 +359,7 @@ def _data_dir(c: Config) -> Iterator[str]:
     place = existing_place(folder.absolute())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         rule = f"needed for {what}, but {place} is {'not writable' if place.is_dir() else 'a file'}"
-        yield c.problem("data_dir", rule, "set DATA_DIR to a writable folder, or set TRAIN_DATA")
+        yield c.problem("data_dir", rule, "set DATA_DIR to a writable folder, or TRAIN_DATA to token files")
 
 
 def memory_warnings(config: Config) -> list[str]:

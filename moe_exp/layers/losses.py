@@ -108,8 +108,8 @@ def _check_function(kind: LossFunction) -> None:
     except TypeError:
         takes = False
     if not takes:
-        rule = "must be a function of (decision, group)"
-        raise ValueError(f"losses={kind!r}: {rule}. Fix: pass a function, or AuxLoss(name, coefficient).")
+        rule = "must be a function with the arguments (decision, group)"
+        raise ValueError(f"losses={kind!r}: {rule}. Fix: pass such a function or AuxLoss(name, coefficient).")
 
 
 def as_losses(losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction) -> tuple[AuxLoss, ...]:

@@ -75,7 +75,7 @@ def check_out(out: Path) -> Iterator[str]:
     if not (folder := out.resolve().parent).is_dir():
         # a link's target is written, so its folder must exist
         rule = f"folder {folder if out.is_symlink() else out.parent} not found"
-        yield problem("out", out, rule, "create it, or choose another file")
+        yield problem("out", out, rule, "create the folder, or choose another file")
     elif out.is_file():
         with out.open("rb") as file:
             head = file.read(2000)
@@ -145,7 +145,7 @@ def report_html(
         if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
     rule = f"the page would exceed {MOST_BYTES:,} bytes"
-    raise ValueError(problem("run", f"{len(runs)} folders", rule, "give fewer runs"))
+    raise ValueError(problem("run", f"{len(runs)} folders", rule, "specify fewer runs"))
 
 
 def page_data(runs: Sequence[RunRecords], detail: float = 1.0) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def wandb_report(
     try:
         owner = entity or wandb.Api().default_entity
         if not owner:
-            raise ConfigError([problem("entity", "", "the key has no default user or team", "set --entity")])
+            raise ConfigError([problem("entity", "", "wandb knows no default user or team", "set --entity")])
         return str(build_report(runs, project=project, entity=owner, title=title).save().url)
     except ConfigError:
         raise
@@ -104,7 +104,7 @@ def wandb_report(
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
     """Reads the runs (each metrics.jsonl once); ConfigError if a run is not in `project`."""
     folders = [RunFolder(path.parent if path.name == "metrics.jsonl" else path) for path in paths]
-    problems = [] if folders else [problem("run", "", "at least one is required", "give run folders")]
+    problems = [] if folders else [problem("run", "", "at least one is required", "specify run folders")]
     for folder in folders:
         path = shlex.quote(str(folder.path))
         was_in = str(Follower(folder.path).settings().get("wandb_project") or project)

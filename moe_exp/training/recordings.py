@@ -179,7 +179,7 @@ def compare_dumps(a: Path, b: Path) -> Comparison:
         return compare_tensors(_tensors(a, ""), _tensors(b, ""))
     files = [sorted(folder.glob("rank_*.safetensors")) for folder in (a, b)]
     if not {path.name for path in files[0]} & {path.name for path in files[1]}:
-        raise ValueError(f"A={a}: has no rank in common with B={b}. Fix: give two files.")
+        raise ValueError(f"A={a}: has no rank in common with B={b}. Fix: give a file from each folder.")
     sides: list[dict[str, DumpedTensor]] = [{}, {}]
     for side, paths in zip(sides, files, strict=True):
         for path in paths:

@@ -124,7 +124,7 @@ def origin_of_file(path: Path) -> Origin:
 _LOGS = (".log", ".out", ".err", ".txt")
 _MOST_EVENTS = 5  # per run
 _MOST_ENTRIES = 100_000  # per folder; a run has a few thousand, and a scan of / would take hours
-_FIX = "Fix: name log files or a run folder."
+_FIX = "Fix: give log files or a run folder."
 _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 

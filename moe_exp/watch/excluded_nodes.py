@@ -46,7 +46,8 @@ def read_excluded(path: Path) -> dict[str, str]:
             reasons.setdefault(slurm_name(host.strip()), comment.strip())
         except ValueError:
             rule = f"line {number}: {host.strip()[:_LONGEST_SHOWN]!r} is not a host name"
-            raise ValueError(f"{path}: {rule}. Fix: write one host per line, the reason after #.") from None
+            fix = "write one host per line; a reason may follow after #"
+            raise ValueError(f"{path}: {rule}. Fix: {fix}.") from None
     return reasons
 
 

@@ -138,7 +138,7 @@ def storage_of(path: Path) -> Storage:
     folder = RunFolder(path) if path.is_dir() else None
     settings = folder.config if folder else path
     if not settings.is_file():
-        fix = "specify a folder with config.yaml or a settings file"
+        fix = "specify a settings file, or a folder that contains config.yaml"
         raise ValueError(f"RUN={path}: is neither a run folder nor a settings file. Fix: {fix}.")
     try:
         given = known_settings(recorded_settings(settings)) if folder else read_settings(settings)

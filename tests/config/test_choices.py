@@ -102,7 +102,7 @@ def test_what_cannot_compute_it_refuses_it_by_name(added, capsys):
         assert "DISPATCHER=dummy: the planner does not support this value" in capsys.readouterr().err
     elif added == "lr_decay_style":
         with pytest.raises(
-            ValueError, match=r"lr_decay_style=dummy: has no pieces in config/sections/learning"
+            ValueError, match=r"lr_decay_style=dummy: its pieces are not defined in config/sections/learning"
         ):
             LearningRateScheduler(config_with(added), SimpleNamespace(param_groups=[{}]))
     elif added == "optimizer":

@@ -242,7 +242,7 @@ def test_plan_writes_nothing(place):
 
 BAD = {
     "none.txt": (None, r"TRAIN_DATA=none\.txt: not found\. Fix: check the path"),
-    "empty.txt": (b"", r"TRAIN_DATA=empty\.txt: contains only empty files\. Fix: give files with text"),
+    "empty.txt": (b"", r"TRAIN_DATA=empty\.txt: contains only empty files\. Fix: use non-empty files"),
     "a.docx": (b"PK", r"TRAIN_DATA=a\.docx: must end with .* Fix: save it as a\.txt, in UTF-8"),
     "a.csv": (b"a,b\n", r"TRAIN_DATA=a\.csv: must end with .* Fix: convert it to a\.jsonl"),
     "binary.txt": (bytes(1000), r"TRAIN_DATA=binary\.txt: binary\.txt, line 1: .* binary, .* Fix: remove"),

@@ -220,14 +220,14 @@ def test_command(job, tmp_path, capsys, monkeypatch):
 
 def test_logs_that_are_not_there_or_too_many(tmp_path, capsys, monkeypatch):
     assert main(["watch", "blame", str(tmp_path / "gone")]) == 1
-    assert "not found. Fix: name log files" in capsys.readouterr().err
+    assert "not found. Fix: give log files" in capsys.readouterr().err
     assert main(["watch", "blame", str(tmp_path)]) == 1
     assert "has no logs" in capsys.readouterr().err
     for number in range(4):  # as in a folder with far more files than a run has
         (tmp_path / f"{number}.log").write_text("all is well\n")
     monkeypatch.setattr("moe_exp.watch.blame._MOST_ENTRIES", 3)
     assert main(["watch", "blame", str(tmp_path)]) == 1
-    assert f"{tmp_path}: has more than 3 files. Fix: name log files" in capsys.readouterr().err
+    assert f"{tmp_path}: has more than 3 files. Fix: give log files" in capsys.readouterr().err
 
 
 def test_what_a_run_knows_of_hangs_and_kills_is_no_line_of_a_log(tmp_path, capsys):

@@ -172,7 +172,7 @@ class _InertUnpickler(pickle.Unpickler):
             return value
         if (module, name) == ("argparse", "Namespace") or module.partition(".")[0] == "megatron":
             return type(name, (Inert,), {})
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not a plain value")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not an allowed type")
 
 
 # torch.load expects a module with these names.
@@ -349,7 +349,8 @@ class _Window(io.RawIOBase):
         super().__init__()
         size = os.fstat(file.fileno()).st_size
         if start < 0 or num_bytes < 0 or start + num_bytes > size:
-            raise ValueError(f"it has {size} bytes, but a chunk is at bytes {start} to {start + num_bytes}")
+            place = f"bytes {start} to {start + num_bytes}"
+            raise ValueError(f"the file has {size} bytes, but the metadata place a chunk at {place}")
         self._file, self._start, self._num_bytes, self._position = file, start, num_bytes, 0
 
     def readable(self) -> bool:

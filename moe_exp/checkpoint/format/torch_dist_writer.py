@@ -94,7 +94,7 @@ class TorchDistWriter(contextlib.AbstractContextManager["TorchDistWriter"]):
             self.written.parts[key] = info
         if tuple(info.size) != tuple(shape) or info.properties.dtype != values.dtype:
             kinds = f"{tuple(shape)} {values.dtype} and {tuple(info.size)} {info.properties.dtype}"
-            raise ValueError(f"{key}: chunks must have one shape and dtype, not {kinds}.")
+            raise ValueError(f"{key}: chunks must have the same tensor shape and dtype, not {kinds}.")
         info.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), values.size()))
         values = values.detach().cpu().contiguous()
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():

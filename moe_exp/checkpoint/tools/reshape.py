@@ -276,7 +276,7 @@ def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
         found += [chosen(folder) for folder in (folders.usable(path)[::-1] or [path])[-last:]]
     places = [path.resolve() for path in found]
     if twice := next((path for path in found if places.count(path.resolve()) > 1), None):
-        raise setting_error("SRC", twice, "is listed twice", "list it once, with a larger weight")
+        raise setting_error("SRC", twice, "is listed twice", "list it once, with a larger --weights number")
     return found
 
 

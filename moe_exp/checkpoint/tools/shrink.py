@@ -47,7 +47,7 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
     for pattern in patterns:
         if not pattern or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
             fix = "use a pattern such as '*.pt', and pass the folder as PATH"
-            raise setting_error("pattern", pattern, "must match names inside PATH", fix)
+            raise setting_error("pattern", pattern, "must match files in the folder PATH", fix)
     glob = path.rglob if recursive else path.glob
     found = sorted({file for pattern in patterns for file in glob(pattern) if file.is_file()})
     if not found:

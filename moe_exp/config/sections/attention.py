@@ -18,32 +18,33 @@ class AttentionSettings(ModelSettings):
     )
     window_pattern: LayerPattern = model(
         "1",
-        "which layers use SLIDING_WINDOW; n: every n-th layer, starting with the first (gpt-oss: 2); n:m: in "
-        "turn n layers with a window and m without; or a list of 1 and 0 as in MOE_LAYER_FREQ",
+        "which layers use SLIDING_WINDOW; n: every n-th layer, starting with the first (gpt-oss: 2); n:m: n "
+        "layers with a window, then m without, and so on; or a list with 1 (window) or 0 for each layer, as "
+        "in MOE_LAYER_FREQ",
     )
     rotary_layers: LayersOrWindowed = numerics(
         "1",
-        "layers with rotary position embedding; windowed: only layers with SLIDING_WINDOW; or a pattern as "
-        "in WINDOW_PATTERN",
+        "layers with rotary position embedding: a pattern as in WINDOW_PATTERN (1: all layers), or windowed "
+        "(only layers with SLIDING_WINDOW)",
     )
     window_rotary_base: Rate = numerics(
         0.0,
-        "rotary base of layers with SLIDING_WINDOW, which then ignore ROPE_SCALING; 0: all layers have the "
-        "same rotary embedding",
+        "rotary base of layers with SLIDING_WINDOW; if it is set, these layers ignore ROPE_SCALING; 0: all "
+        "layers have the same rotary embedding",
     )
     window_query_groups: NonNegative = model(
-        0, "key/value heads of layers with SLIDING_WINDOW; 0: same as NUM_QUERY_GROUPS (MiMo-V2-Flash)"
+        0, "key/value heads of layers with SLIDING_WINDOW (MiMo-V2-Flash); 0: same as NUM_QUERY_GROUPS"
     )
     value_head_dim: OptionalWidth = numerics(
         0,
-        "channels of each value head, if fewer than those of a query/key head (MiMo-V2-Flash); the "
-        "missing channels have zero weights; 0: as many as a query/key head has",
+        "channels of each value head, if fewer than in a query/key head (MiMo-V2-Flash); value heads are "
+        "padded to that size with zero weights; 0: as many as in a query/key head",
     )
     value_scale: float = numerics(1.0, "factor applied to values (MiMo-V2-Flash)", gt=0)
     attention_sinks: Literal["none", "all", "windowed"] = model(
         "none",
-        "layers with attention sinks: per head, softmax gets an extra learned logit that belongs to no token "
-        "(gpt-oss); windowed: only layers with SLIDING_WINDOW",
+        "layers with attention sinks (per head, an extra learned logit in the softmax that belongs to no "
+        "token; gpt-oss); windowed: only layers with SLIDING_WINDOW",
     )
     attention_softcap: Rate = numerics(
         0.0, "soft cap c of attention logits, c * tanh(logit / c) (Gemma 2); 0: none"

@@ -50,9 +50,9 @@ class DataSettings(OptimizerSettings):
 
     train_data: Blend = data(
         "",
-        "training data: 'PATH' or 'WEIGHT PATH WEIGHT PATH ...'; each PATH is a folder, file or file "
-        "pattern with text (.txt, .md, .jsonl, .json, .parquet, .arrow), or the prefix of Megatron .bin/.idx "
-        "files; empty: the embedded corpus",
+        "training data: 'PATH' or 'WEIGHT PATH WEIGHT PATH ...'; each PATH is a text file (.txt, .md, "
+        ".jsonl, .json, .parquet, .arrow), a folder or pattern of such files, or the prefix of Megatron "
+        ".bin/.idx files; empty: the embedded corpus",
     )
     valid_data: Blend = data(
         "", "validation data, in the format of TRAIN_DATA; empty: hold out part of the text (docs/corpus.md)"
@@ -65,7 +65,7 @@ class DataSettings(OptimizerSettings):
     split: Shares = data(
         "",
         "relative shares of TRAIN_DATA's documents for training, validation and test, such as '99,1' or "
-        "'969,30,1'; use it instead of VALID_DATA",
+        "'969,30,1'; cannot be combined with VALID_DATA",
     )
     data_stages: Stages = data(
         "",
@@ -110,10 +110,12 @@ class DataSettings(OptimizerSettings):
     )
     tokenizer: PathText = data(
         "",
-        "Hugging Face tokenizer folder or tokenizer.json, checked against VOCAB_SIZE; empty: train a "
-        "tokenizer on the text",
+        "Hugging Face tokenizer folder or tokenizer.json, with at most VOCAB_SIZE tokens; empty: train a "
+        "tokenizer on the training text",
     )
-    data_dir: PathText = data("data", "folder for prepared corpora and the indices of DATA_ORDER=megatron")
+    data_dir: PathText = data(
+        "data", "folder for prepared corpora and, with DATA_ORDER=megatron, its index files"
+    )
 
     @property
     def context_stripes(self) -> int:

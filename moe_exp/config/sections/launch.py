@@ -42,14 +42,14 @@ class LaunchSettings(BaseModel):
     node_rank: NonNegative = place(0, "index of this node")
     gpus_per_node: NumRanks = layout(
         ...,
-        "ranks per node: one per GPU, or processes on a CPU host (default: all GPUs; at most 2 on a CPU host "
-        "or with PRESET=cpu; 1 with PRESET=gpu)",
+        "ranks per node, each with its own GPU except on a CPU host (default: number of GPUs; on a CPU host "
+        "or with PRESET=cpu: 2, or 1 if there is only one core or GPU; with PRESET=gpu: 1)",
         default_factory=lambda: count_gpus() or min(2, num_cores()),
     )
     threads_per_rank: NonNegative = layout(
         0,
-        "PyTorch threads per rank; 0: one on a CPU host, PyTorch's default with GPUs, with OFFLOAD_OPTIMIZER "
-        "a share of the cores",
+        "PyTorch threads per rank; 0: one on a CPU host, else PyTorch's default (with OFFLOAD_OPTIMIZER: the "
+        "node's cores divided by GPUS_PER_NODE)",
         costs=False,
         compared=False,
     )

@@ -89,9 +89,8 @@ class LearningSettings(ParallelSettings):
     expert_lr_mult: float = learning(1.0, "multiplier of LR and MIN_LR for routed experts", gt=0)
     lr_groups: ParameterGroups = learning(
         "",
-        "multipliers of LR and MIN_LR (lr) and of WEIGHT_DECAY (wd) by parameter name, such as "
-        "'*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; the first matching pattern applies "
-        "(docs/learning_rate.md)",
+        "multipliers by parameter name, such as '*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; lr: for LR and "
+        "MIN_LR; wd: for WEIGHT_DECAY; the first matching pattern applies (docs/learning_rate.md)",
     )
     lr_decay_style: Annotated[str, one_of(SCHEDULES, read=parsers.read_composed)] = learning(
         "cosine",
@@ -108,7 +107,9 @@ class LearningSettings(ParallelSettings):
     )
     decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: same as TRAIN_ITERS")
     wsd_decay_iters: NonNegative = learning(
-        0, "length in iterations of the final decay (LR_DECAY_STYLE=WSD, power) or of every decay (WSD-S)"
+        0,
+        "number of iterations in the final decay (LR_DECAY_STYLE=WSD or power) or in each decay "
+        "(LR_DECAY_STYLE=WSD-S)",
     )
     wsd_decay_style: Annotated[str, one_of(DECAYS)] = learning(
         "linear", "shape of each decay phase (WSD_DECAY_ITERS long); minus_sqrt: 1 - sqrt(elapsed fraction)"
@@ -198,7 +199,7 @@ class LearningSettings(ParallelSettings):
         if style == "power":
             return [(style, end - decay, None), *([(self.wsd_decay_style, end, None)] if decay else [])]
         if style not in ("WSD", "WSD-S"):
-            rule = "has no pieces in config/sections/learning.py"
+            rule = "its pieces are not defined in config/sections/learning.py"
             raise ValueError(f"lr_decay_style={style}: {rule}. Fix: use cosine.")
         parts: list[tuple[str, int, float | None]] = []
         for last in self.decay_ends:
@@ -281,7 +282,7 @@ class LearningSettings(ParallelSettings):
         points = [end for _, end in parsers.value_pieces(str(self.mtp_loss_coeff)) if end]
         if (ends := [iteration_of(end, decay) for end in points]) != sorted(set(ends)):
             rule = f"values end at iterations {', '.join(map(str, ends))}, which are not ascending"
-            yield self.problem("mtp_loss_coeff", rule, "list iterations or fractions in ascending order")
+            yield self.problem("mtp_loss_coeff", rule, "give each value a later end than the value before it")
         if is_composed(style):
             yield from self._composed_problems(decay_name)
             return

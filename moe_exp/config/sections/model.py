@@ -51,8 +51,8 @@ class ModelSettings(LaunchSettings):
     )
     q_lora_rank: OptionalWidth = model(0, "compressed width of queries (MLA); 0: no compression")
     kv_lora_rank: Width = model(512, "compressed width of keys and values (MLA)")
-    qk_head_dim: Width = model(128, "channels per query/key head without position embedding (MLA)")
-    qk_pos_emb_head_dim: Width = model(64, "channels per query/key head with position embedding (MLA)")
+    qk_head_dim: Width = model(128, "channels without position embedding per query/key head (MLA)")
+    qk_pos_emb_head_dim: Width = model(64, "channels with position embedding per query/key head (MLA)")
     v_head_dim: Width = model(128, "channels per value head (MLA)")
     seq_len: Positive = model(2048, "sequence length (tokens per sample)")
     vocab_size: Positive = model(
@@ -65,7 +65,7 @@ class ModelSettings(LaunchSettings):
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = model("RMSNorm", "type of the norm layers")
     norm_epsilon: float = numerics(1e-05, "epsilon added to the variance in norm layers", gt=0)
-    norm_bias: bool = model(True, "biases in norm layers (NORMALIZATION=LayerNorm)")
+    norm_bias: bool = model(True, "biases in norm layers (only for NORMALIZATION=LayerNorm)")
     norm_placement: Literal["pre", "post", "around", "around_moe", "parallel"] = model(
         "pre",
         "placement of norms; pre: before attention and MLP; post: after both (OLMo 2); around: before and "
@@ -89,11 +89,13 @@ class ModelSettings(LaunchSettings):
     rope_scaling_factor: float = model(1.0, "factor by which ROPE_SCALING extends the sequence length", ge=1)
     rope_original_seq_len: NonNegative = model(
         0,
-        "sequence length before scaling (tokens); 0: 4096 for yarn, 8192 for llama3 (its only valid value)",
+        "sequence length before scaling (tokens; llama3 only accepts 8192); 0: 4096 for yarn, 8192 for "
+        "llama3",
     )
     yarn_beta_fast: float = model(
         32.0,
-        "frequencies with at least this many rotations over ROPE_ORIGINAL_SEQ_LEN stay unscaled (yarn)",
+        "ROPE_SCALING=yarn does not scale frequencies that make at least this many rotations in "
+        "ROPE_ORIGINAL_SEQ_LEN tokens",
         gt=0,
     )
     yarn_beta_slow: float = model(
@@ -109,11 +111,13 @@ class ModelSettings(LaunchSettings):
     )
     yarn_mscale_all_dim: Rate = model(
         0.0,
-        "see YARN_MSCALE; with MULTI_LATENT_ATTENTION, also scales attention scores by "
-        "f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
+        "see YARN_MSCALE, which also defines f; with MULTI_LATENT_ATTENTION, attention scores are also "
+        "scaled by f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
     )
     yarn_truncate: bool = model(
-        True, "round the channel indices at which YARN_BETA_SLOW and YARN_BETA_FAST are reached (yarn)"
+        True,
+        "round the channel indices with exactly YARN_BETA_SLOW and YARN_BETA_FAST rotations to integers "
+        "(yarn)",
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
     embedding_multiplier: float = numerics(1.0, "factor applied to the embeddings (Granite)", gt=0)
@@ -149,7 +153,8 @@ class ModelSettings(LaunchSettings):
         0, "HIDDEN_SIZE of the base model on which LR and INIT_STD were tuned (PARAMETRIZATION=mup)"
     )
     mup_base_moe_ffn_hidden_size: NonNegative = numerics(
-        0, "MOE_FFN_HIDDEN_SIZE of the base model; 0: same ratio to HIDDEN_SIZE as in this model"
+        0,
+        "MOE_FFN_HIDDEN_SIZE of the base model; 0: this model's, times MUP_BASE_HIDDEN_SIZE/HIDDEN_SIZE",
     )
     mup_base_topk: NonNegative = numerics(0, "TOPK of the base model; 0: same as in this model")
     mup_rule: Annotated[str, one_of(MUP_RULES)] = numerics(
@@ -205,7 +210,8 @@ class ModelSettings(LaunchSettings):
              "cannot be combined with TIE_EMBEDDINGS=true: embedding and output layer scale differently",
              "set TIE_EMBEDDINGS=false"),
             (is_mup and self.multi_latent_attention, "parametrization",
-             "cannot be combined with MULTI_LATENT_ATTENTION=true: no muP rule covers compressed widths",
+             "cannot be combined with MULTI_LATENT_ATTENTION=true, as no muP rule covers its compressed "
+             "widths",
              "set MULTI_LATENT_ATTENTION=false"),
         )  # fmt: skip
 
@@ -224,7 +230,7 @@ class ModelSettings(LaunchSettings):
         yield from self.broken(
             (is_partial and (turned == 0 or turned % 2), "rotary_fraction",
              f"rotates {turned} of the {channels} channels per head, but rotary position embedding requires"
-             " an even number",
+             " a positive even number",
              "set ROTARY_FRACTION to " + " or ".join(f"{fraction:g}" for fraction in fractions)),
             (is_partial and self.rope_scaling == "yarn", "rotary_fraction",
              "Megatron's YaRN rotates all channels of a head", "set ROTARY_FRACTION=1, or ROPE_SCALING=none"),

@@ -23,7 +23,7 @@ class ExpertSettings(RouterSettings):
     moe_ffn_hidden_size: OptionalWidth = experts(0, "width of each routed expert; 0: FFN_HIDDEN_SIZE")
     moe_layer_freq: LayerPattern = experts(
         "1",
-        "which layers are MoE; a number n: every n-th layer; a ratio n:m: repeat n MoE, then m dense layers; "
+        "which layers are MoE; a number n: every n-th layer; a ratio n:m: n MoE, m dense, n MoE, and so on; "
         "a list: 1 for each MoE layer and 0 for each dense layer, such as '[0]*3+[1]*21' or '0,1,1,1'",
     )
     first_k_dense: NonNegative = experts(0, "number of dense layers at the start of the model")
@@ -47,20 +47,20 @@ class ExpertSettings(RouterSettings):
     )
     drop_policy: Literal["probs", "position"] = experts(
         "probs",
-        "which tokens are dropped above the capacity (MOE_TYPE=moe); probs: tokens with the lowest router "
-        "weights; position: last tokens of the sequence",
+        "which tokens to drop if an expert receives more than its capacity (MOE_TYPE=moe); probs: those with "
+        "the lowest router weights; position: those last in the sequence",
     )
     token_rounding: NonNegative = experts(
         0,
-        "in training, round the number of tokens per expert and micro-batch down to a multiple of this "
-        "value, such as 128, so that the grouped GEMM has full tiles; the tokens with the lowest router "
-        "weights are dropped (MOE_TYPE=dmoe); 0: off",
+        "with MOE_TYPE=dmoe, in training: round the number of tokens per expert and micro-batch down to a "
+        "multiple of this value, such as 128, so that the grouped GEMM has full tiles; this drops the "
+        "tokens with the lowest router weights; 0: off",
     )
 
     expert_backend: Annotated[str, one_of(EXPERT_BACKENDS, "auto")] = experts(
         "auto",
-        "implementation of the experts (grouped GEMM); triton: this package's kernels in one autograd "
-        "function, or plain PyTorch on a CPU",
+        "implementation of the experts (grouped GEMM); triton: one autograd function with this package's "
+        "kernels (on a CPU: with plain PyTorch)",
     )
     routing_kernels: Literal["auto", "off"] = experts(
         "auto",
@@ -77,8 +77,8 @@ class ExpertSettings(RouterSettings):
     )
     upcycle_from: PathText = experts(
         "",
-        "dense run whose weights initialize the model: its checkpoints folder, or the folder of one "
-        "iteration; empty: no upcycling",
+        "checkpoints folder of the dense run whose weights initialize the model, or the folder of one of its "
+        "iterations; empty: no upcycling",
         costs=False,
     )
     upcycle_granularity: Positive = experts(
@@ -102,8 +102,8 @@ class ExpertSettings(RouterSettings):
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
         "FP8 format of matrix products; e4m3: all operands in e4m3; hybrid: gradients in e5m2, other "
-        "operands in e4m3. EXPERT_BACKEND=te uses Transformer Engine; EXPERT_BACKEND=triton uses FP8 only in "
-        "the experts (e4m3, FP8_RECIPE=blockwise)",
+        "operands in e4m3. With EXPERT_BACKEND=te, Transformer Engine computes in FP8; with "
+        "EXPERT_BACKEND=triton, only the experts use FP8 (requires FP8=e4m3 and FP8_RECIPE=blockwise)",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",
@@ -161,7 +161,7 @@ class ExpertSettings(RouterSettings):
         is_fp8, width, setting = self.fp8 != "none", self.expert_hidden_size, self.expert_hidden_setting
         yield from self.broken(
             (self.is_fp8_by_kernels and (self.fp8, self.fp8_recipe) != ("e4m3", "blockwise"), "fp8",
-             f"with FP8_RECIPE={self.fp8_recipe} is not supported by EXPERT_BACKEND=triton",
+             f"is not supported by EXPERT_BACKEND=triton with FP8_RECIPE={self.fp8_recipe}",
              "set FP8=e4m3 FP8_RECIPE=blockwise, or EXPERT_BACKEND=te"),
             (is_fp8 and self.use_moe and self.expert_backend not in ("te", "triton"), "fp8",
              f"requires EXPERT_BACKEND=te or triton, not {self.expert_backend}",
@@ -220,19 +220,19 @@ class ExpertSettings(RouterSettings):
             return
         yield from self.broken(
             (self.router_weights_sum is None, "topk" if self.topk == 1 else "router_normalize",
-             "upcycling requires router weights with the same sum for every token",
-             "set ROUTER_NORMALIZE=true with TOPK of at least 2, or ROUTER_PRE_SOFTMAX=false"
-             " with softmax scores"),
+             "upcycling requires router weights that add up to the same value for every token",
+             "set ROUTER_NORMALIZE=true and TOPK to at least 2, or set ROUTER_SCORE=softmax and"
+             " ROUTER_PRE_SOFTMAX=false"),
             (self.shared_expert_size, "shared_expert_size",
              "a shared expert would change the output of the dense model",
              "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"),
             (self.moe_latent_size, "moe_latent_size",
              "upcycled experts require full-width hidden states", "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM"),
             (self.norm_placement == "around_moe", "norm_placement",
-             "norms after MoE layers would change the output of the dense model",
-             "set NORM_PLACEMENT=pre with UPCYCLE_FROM"),
-            (self.mtp_num_layers, "mtp_num_layers", "the dense model has no weights for these layers",
-             "set MTP_NUM_LAYERS=0 with UPCYCLE_FROM"),
+             "norms after MoE layers would change the output of the dense model in UPCYCLE_FROM",
+             "set NORM_PLACEMENT=pre"),
+            (self.mtp_num_layers, "mtp_num_layers",
+             "the dense model of UPCYCLE_FROM has no weights for MTP layers", "set MTP_NUM_LAYERS=0"),
         )  # fmt: skip
         factor = self.expert_capacity_factor
         if factor is not None and factor * self.topk < self.num_experts:

@@ -37,8 +37,9 @@ class OptimizerSettings(LearningSettings):
     )
     main_params: Literal["auto", "fp32", "remainder"] = costly(
         "auto",
-        "storage of fp32 main weights in bf16 runs; fp32: a full copy; remainder: only the 16 bits that the "
-        "bf16 weights lack (same results); auto: remainder if possible (GPU, OPTIMIZER=adam), else fp32",
+        "how bf16 runs store the fp32 main weights; fp32: a full copy; remainder: only the 16 bits that the "
+        "bf16 weights lack (same results); auto: remainder if possible (on GPUs with OPTIMIZER=adam), else "
+        "fp32",
         compared=False,
     )
     grad_dtype: Literal["fp32", "bf16"] = costly(
@@ -74,7 +75,7 @@ class OptimizerSettings(LearningSettings):
         "in checkpoints and evaluated as ema_lm_loss; 0: no average",
     )
     average_every: Positive = learning(
-        1, "optimizer steps between updates of the moving average (with EMA_DECAY)"
+        1, "optimizer steps between updates of the weights' moving average (with EMA_DECAY)"
     )
     seed: Seed = learning(1234, "random seed for weights, data order and dropout")
     deterministic: bool = costly(
@@ -171,4 +172,4 @@ class OptimizerSettings(LearningSettings):
                 )
                 sizes = multiples(row_bytes // num_bytes * ways, value)
                 fix = f"set {name.upper()} to {sizes}, or EXPERT_BACKEND=loop"
-                yield problem(name, value, f"{rule}, but rows have {row} values in {self.dtype}", fix)
+                yield problem(name, value, f"{rule}, but a row has {row} values of type {self.dtype}", fix)

@@ -22,7 +22,7 @@ class OutputSettings(DataSettings):
     remote_dir: str = bookkeeping(
         "",
         "object store folder (s3://, gs://) to which each checkpoint is copied, with config.yaml and "
-        "metrics.jsonl; a run folder without checkpoints resumes from this copy",
+        "metrics.jsonl; a run without checkpoints in its run folder resumes from this copy",
     )
     allow_other_model: bool = output(
         False,
@@ -30,7 +30,7 @@ class OutputSettings(DataSettings):
         "not its shapes (router, norms, rotary base)",
     )
     allow_other_optimizer: bool = output(
-        False, "resume from a checkpoint of another optimizer, with moments reset to zero"
+        False, "resume even if the checkpoint is from another optimizer; the moments start at zero"
     )
     save_interval: NonNegative = output(1000, "iterations between checkpoints; 0: only at the end of the run")
     save_at_end: bool = output(
@@ -62,7 +62,7 @@ class OutputSettings(DataSettings):
     eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: no evaluation")
     eval_iters: NonNegative = output(10, "number of global batches per evaluation")
     tensorboard_axes: bool = bookkeeping(
-        False, "also plot losses over tokens, FLOPs and training time in TensorBoard, as runs named by_*"
+        False, "also plot losses against tokens, FLOPs and training time in TensorBoard (extra runs by_*)"
     )
     wandb_project: str = bookkeeping("", "Weights & Biases project; empty: not used")
     prometheus_file: PathText = bookkeeping(
@@ -95,8 +95,8 @@ class OutputSettings(DataSettings):
              f"must be positive with EVAL_INTERVAL={evaluate}", "set EVAL_ITERS=10 or EVAL_INTERVAL=0"),
             (evaluate and self.train_data and not has_valid, "valid_data",
              f"must be set for EVAL_INTERVAL={evaluate}, as TRAIN_DATA={shown(self.train_data)} is not a"
-             " folder or file of text on this machine",
-             "set VALID_DATA or SPLIT=99,1 or EVAL_INTERVAL=0, or correct TRAIN_DATA if it should be text"),
+             " folder or file of text on this machine, and only text is split automatically",
+             "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0; if TRAIN_DATA should be text, correct its path"),
             (evaluate and shares and not sum(shares[1:2]), "split",
              f"has no validation share, but EVAL_INTERVAL={evaluate}",
              "set for example SPLIT=99,1, or EVAL_INTERVAL=0"),

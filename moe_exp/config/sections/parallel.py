@@ -37,8 +37,8 @@ class ParallelSettings(ExpertSettings):
     )
     pipeline_layers: StageLayers = layout(
         "",
-        "number of layers in every pipeline stage, such as '8,9*10,8'; replaces FIRST_STAGE_LAYERS and "
-        "LAST_STAGE_LAYERS; only the first and last stage may have 0 layers",
+        "number of layers in every pipeline stage, such as '8,9*10,8' (9*10: ten stages of 9 layers); "
+        "replaces FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS; only the first and last stage may have 0 layers",
     )
     vpp: OptionalPositive = layout(
         None, "number of model chunks per pipeline rank (interleaved schedule); none: no interleaving"
@@ -49,18 +49,18 @@ class ParallelSettings(ExpertSettings):
     distributed_optimizer: bool = layout(True, "shard the optimizer state across data-parallel ranks")
     overlap: Literal["auto", "true", "false"] = layout(
         "auto",
-        "overlap gradient reduction and parameter gathering with compute; auto: if each stage has several "
-        "GPUs",
+        "overlap gradient reduction and parameter gathering with compute; auto: true if each pipeline "
+        "stage has several GPUs, else false",
     )
     recompute: Literal["none", "moe_act", "selective", "full"] = layout(
         "none",
-        "activation recomputation; moe_act: the experts' activation function; selective: MoE layers; full: "
-        "every layer (in a dense model, moe_act and selective recompute attention scores)",
+        "activation recomputation in backward; moe_act: only the experts' activation function; selective: "
+        "MoE layers; full: every layer; moe_act or selective in a dense model: attention scores",
     )
     recompute_modules: RecomputedModules = layout(
         "",
-        f"modules whose results backward recomputes, comma-separated ({', '.join(RECOMPUTED)}); experts: the "
-        "first projection and the activation function",
+        "modules whose results are recomputed in the backward pass instead of kept, comma-separated "
+        f"({', '.join(RECOMPUTED)}); experts: only their first projection and activation function",
     )
     offload_modules: OffloadedModules = layout(
         "",
@@ -70,7 +70,8 @@ class ParallelSettings(ExpertSettings):
     cuda_graph: Literal["auto", "on", "off"] = layout(
         "auto",
         "run forward and backward of each micro-batch as one CUDA graph; auto: on a GPU if all settings "
-        "allow it; on: fail if they do not, and exchange gradients only after the backward pass (no OVERLAP)",
+        "allow it; on: always (an error if impossible), and OVERLAP is ignored: gradients are exchanged only "
+        "after the backward pass",
         compared=False,
     )
 
@@ -149,8 +150,8 @@ class ParallelSettings(ExpertSettings):
         has_mtp = self.mtp_num_layers > 0
         yield from self.broken(
             (has_mtp and self.tie_embeddings and self.pp > 1, "mtp_num_layers",
-             f"cannot be combined with TIE_EMBEDDINGS=true and PP={self.pp}: Megatron gives the last stage "
-             "its own output layer", "set PP=1, TIE_EMBEDDINGS=false, or MTP_NUM_LAYERS=0"),
+             f"cannot be combined with TIE_EMBEDDINGS=true and PP={self.pp}: Megatron would give the last "
+             "stage a separate output layer", "set PP=1, TIE_EMBEDDINGS=false, or MTP_NUM_LAYERS=0"),
             (has_mtp and self.stage_layers[-1:] == [0], "mtp_num_layers",
              "requires a layer in the last pipeline stage",
              "change PIPELINE_LAYERS, or set MTP_NUM_LAYERS=0"),
@@ -172,14 +173,15 @@ class ParallelSettings(ExpertSettings):
              f"cannot be combined with RECOMPUTE={self.recompute}",
              "set RECOMPUTE=none; to recompute moe_act, add it to RECOMPUTE_MODULES"),
             ("norm" in chosen and self.impl == "te", "recompute_modules",
-             "Transformer Engine fuses a norm with the following projection and keeps the norm's output",
+             "cannot recompute norm with IMPL=te: Transformer Engine fuses a norm with the next projection "
+             "and keeps the norm's output",
              "remove norm, or set IMPL=local"),
             ("norm" in chosen and self.norm_placement == "post", "recompute_modules",
              "recomputing norms saves no memory with NORM_PLACEMENT=post", "remove norm from the list"),
             (bool(chosen & {"experts", "router"}) and self.fp8 != "none" and not self.is_fp8_by_kernels,
              "recompute_modules",
              f"with FP8={self.fp8}, Transformer Engine cannot recompute experts or router",
-             "remove both, or set RECOMPUTE=selective"),
+             "remove them from the list, or set RECOMPUTE=selective"),
         )  # fmt: skip
 
     def offload_problems(self) -> Iterator[str]:

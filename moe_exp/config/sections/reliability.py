@@ -29,8 +29,8 @@ class ReliabilitySettings(OutputSettings):
     )
     check_interval: NonNegative = care(
         0,
-        "iterations between comparisons of the parameters across replicas; 0: only before the first "
-        "iteration after each start",
+        "iterations between comparisons of the parameters across replicas; 0: compared only at each start, "
+        "before the first iteration",
     )
     dump_iters: Iterations = care(
         "",
@@ -40,8 +40,9 @@ class ReliabilitySettings(OutputSettings):
     dump_ranks: WholeNumbers = care("", "ranks that write the dumps of DUMP_ITERS, such as 0,4; empty: all")
     disk_check: Literal["run", "one", "none"] = care(
         "run",
-        "free disk space required at start; run: for all remaining checkpoints (in a resumed run, for the "
-        "next checkpoint); one: for one checkpoint, if you delete old ones yourself; none: not checked",
+        "disk space that must be free at start; run: for all checkpoints of the run (if it is resumed: for "
+        "the next one); one: for one checkpoint (for users who delete old ones themselves); none: not "
+        "checked",
     )
     max_bad_steps: NonNegative = care(
         10,
@@ -57,14 +58,14 @@ class ReliabilitySettings(OutputSettings):
     )
     max_rollbacks: NonNegative = care(
         5,
-        "maximum number of rollbacks after loss spikes and, counted separately, after silent corruption; the "
-        "run fails if another is needed",
+        "maximum number of rollbacks, counted separately for loss spikes and for silent corruption; the run "
+        "fails if one more is needed",
         compared=True,
     )
     sdc_check_every: NonNegative = care(
         0,
-        "iterations between checks for silent corruption: gradients are recomputed on the same rank and on "
-        "another rank and compared; a mismatch restarts the run from an earlier checkpoint; 0: off",
+        "iterations between checks for silent corruption: the same rank and another rank compute gradients "
+        "again; if the results differ, the run restarts from an earlier checkpoint; 0: off",
     )
     preflight: bool = care(
         False,
@@ -75,7 +76,7 @@ class ReliabilitySettings(OutputSettings):
         300, "maximum time for which nodes wait for each other at the start of the preflight (seconds)"
     )
     preflight_slow: float = care(
-        0.7, "fraction of the other nodes' median speed below which a node counts as slow", gt=0, le=1
+        0.7, "a node counts as slow below this fraction of the other nodes' median speed", gt=0, le=1
     )
     hang_timeout: Timeout = care(
         "auto",
@@ -85,13 +86,13 @@ class ReliabilitySettings(OutputSettings):
     hang_timeout_other: OptionalPositive = care(
         1500,
         "time limit (seconds) for each startup phase, each of the first iterations, each evaluation batch "
-        "and each save, enforced like HANG_TIMEOUT; none: no limit",
+        "and each save, after which the ranks exit as with HANG_TIMEOUT; none: no limit",
     )
     slow_rank_every: NonNegative = care(
-        5, "iterations between exchanges of phase times to detect slow ranks (event slow_rank); 0: off"
+        5, "iterations between checks for slow ranks, which compare phase times (event slow_rank); 0: off"
     )
     exclude_slow: bool = care(
-        False, "add the host of a slow rank to the list of excluded nodes, for the next jobs"
+        False, "add the host of a slow rank to the list of excluded nodes, which later jobs avoid"
     )
     trace_calls_from: NonNegative = care(
         0,
@@ -102,10 +103,10 @@ class ReliabilitySettings(OutputSettings):
         16, "size of each rank's call record (MB); new calls replace the oldest calls"
     )
     trace_calls_in: str = care(
-        "moe_exp,megatron,torch.distributed", "packages and modules whose calls are recorded"
+        "moe_exp,megatron,torch.distributed", "packages and modules of the functions in the call record"
     )
     max_restarts: NonNegative = care(
-        0, "maximum number of restarts of all ranks per launch, after a rank fails; 0: none"
+        0, "maximum number of times that a launch restarts all ranks after one fails; 0: never"
     )
     exit_duration: Rate = care(
         0.0,
@@ -116,7 +117,7 @@ class ReliabilitySettings(OutputSettings):
         "", "iterations traced by the PyTorch profiler, such as 10-12 or 10,20; empty: none"
     )
     profile_ranks: RankList = care(
-        "0", "ranks recorded by PROFILE_ITERS and MEMORY_SNAPSHOT, such as 0 or 0,3; all: every rank"
+        "0", "ranks on which PROFILE_ITERS and MEMORY_SNAPSHOT record, such as 0 or 0,3; all: every rank"
     )
     memory_snapshot: Iterations = care(
         "",
@@ -134,9 +135,10 @@ class ReliabilitySettings(OutputSettings):
                 (any(first > last_of_run for first, _ in ranges), name,
                  f"must not exceed TRAIN_ITERS={last_of_run}", f"list iterations up to {last_of_run}"),
                 (most > _MOST_TRACED, name,
-                 f"has a range of {most} iterations, too many to display", f"list at most {_MOST_TRACED}"),
+                 f"has a range of {most} iterations, too many to display",
+                 f"limit each range to {_MOST_TRACED}"),
             )  # fmt: skip
-        for name, others in (("profile_ranks", ", or all"), ("dump_ranks", "")):
+        for name, others in (("profile_ranks", ", or set PROFILE_RANKS=all"), ("dump_ranks", "")):
             ranks = [int(rank) for rank in getattr(self, name).split(",") if rank not in ("", "all")]
             if missing := [rank for rank in ranks if rank >= self.world_size]:
                 rule = f"rank {missing[0]} does not exist in a run of {self.world_size} ranks"
@@ -144,7 +146,7 @@ class ReliabilitySettings(OutputSettings):
         rolls_back = self.spike_action == "rollback"
         yield from self.broken(
             (0 < self.slow_rank_every < 5, "slow_rank_every",
-             "compares too few iterations", "set SLOW_RANK_EVERY=5 or more, or 0 to turn it off"),
+             "too few iterations to detect slow ranks", "set SLOW_RANK_EVERY=5 or more, or 0 to turn it off"),
             (self.exclude_slow and not self.slow_rank_every, "exclude_slow",
              "has no effect with SLOW_RANK_EVERY=0", "set SLOW_RANK_EVERY=5"),
             (self.dump_ranks and not self.dump_iters, "dump_ranks",

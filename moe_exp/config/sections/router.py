@@ -247,7 +247,7 @@ class RouterSettings(AttentionSettings):
     router_score: Annotated[str, one_of(SCORES)] = experts(
         "softmax",
         "score function of the router; relu: a token uses all experts with positive logits, and "
-        "AUX_LOSS_TYPE=l1 adjusts their mean number to TOPK",
+        "AUX_LOSS_TYPE=l1 adjusts the mean number of experts per token to TOPK",
     )
     router_top_p: float = experts(
         1.0,
@@ -256,14 +256,16 @@ class RouterSettings(AttentionSettings):
         gt=0,
         le=1,
     )
-    router_pre_softmax: bool = experts(True, "apply softmax before top-k; false: to the top-k logits only")
+    router_pre_softmax: bool = experts(
+        True, "apply softmax to all logits before top-k; false: only to the top-k logits"
+    )
     router_normalize: Literal["auto", "true", "false"] = experts(
         "auto",
-        "divide a token's router weights by their sum; auto: only with "
-        + " and ".join(name for name, score in SCORES.items() if score.normalizes)
-        + " when TOPK > 1",
+        "divide a token's router weights by their sum; auto: only if ROUTER_SCORE is "
+        + " or ".join(name for name, score in SCORES.items() if score.normalizes)
+        + ", and TOPK > 1",
     )
-    router_scaling_factor: float = experts(1.0, "scaling factor of the router weights", gt=0)
+    router_scaling_factor: float = experts(1.0, "factor applied to a token's router weights", gt=0)
     router_dtype: Literal["fp32", "fp64"] = experts(
         "fp32", "data type in which the router computes logits, scores and weights"
     )
@@ -272,19 +274,19 @@ class RouterSettings(AttentionSettings):
     )
     router_bias_update_rate: Rate = experts(
         0.0,
-        "step size of expert biases (aux-loss-free balancing); 0: no bias, unless ROUTER_BIAS_RULE=quantile",
+        "with ROUTER_BIAS_RULE=sign: step size of expert biases (aux-loss-free balancing); 0: no bias",
     )
     router_bias_rule: Literal["sign", "quantile"] = experts(
         "sign",
-        "update of the expert bias after each iteration; sign: move by ROUTER_BIAS_UPDATE_RATE towards equal "
-        "load; quantile: set to the value that would have balanced the iteration's loads (no step size)",
+        "how expert biases change after each iteration; sign: by ROUTER_BIAS_UPDATE_RATE towards equal "
+        "loads; quantile: to the values that would have given this iteration equal loads (no step size)",
     )
     num_router_groups: NonNegative = experts(0, "number of expert groups for group-limited top-k; 0: none")
     router_group_topk: NonNegative = experts(
-        0, "number of groups that a token may use (with NUM_ROUTER_GROUPS)"
+        0, "number of expert groups that a token may use (if NUM_ROUTER_GROUPS is set)"
     )
     router_group_best: NonNegative = experts(
-        0, "number of highest scores that are added up to rank a group; 0: TOPK / ROUTER_GROUP_TOPK"
+        0, "rank each group by the sum of this many of its highest scores; 0: TOPK / ROUTER_GROUP_TOPK"
     )
     force_routing: Literal["none", "balanced", "zipf"] = experts(
         "none",
@@ -295,7 +297,7 @@ class RouterSettings(AttentionSettings):
         "aux_loss",
         "one or more load-balancing losses, separated by commas: "
         + ", ".join(f"{name} ({loss.text})" if loss.text else name for name, loss in LOSSES.items())
-        + "; or only sinkhorn (Sinkhorn routing) or none",
+        + "; alternatively, on its own: sinkhorn (Sinkhorn routing) or none",
     )
     aux_loss_coeff: Numbers = experts(
         "0.01",
@@ -378,7 +380,7 @@ class RouterSettings(AttentionSettings):
              "set FORCE_ROUTING=none or AUX_LOSS_TYPE=none"),
             (is_relu and not coeff, "router_score",
              "requires the loss l1, which limits the number of experts per token",
-             "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, the initial weight"),
+             "set AUX_LOSS_TYPE=l1, and AUX_LOSS_COEFF=1e-8 as its initial weight"),
             (coeff is not None and not is_relu, "aux_loss_type",
              "l1 requires ROUTER_SCORE=relu", "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"),
         )  # fmt: skip

@@ -219,7 +219,7 @@ def _publish(
     if sorted(name for passes in of_tasks for name in passes[0]["files"]) != _names_below(inputs)[1]:
         raise ValueError(f"{stage.folder}: the tasks did not read each input file exactly once. {fix}")
     if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
-        raise ValueError(f"{stage.folder}: must have one chunk for each task 0 to {len(outputs) - 1}. {fix}")
+        raise ValueError(f"{stage.folder}: must have one chunk per task (0 to {len(outputs) - 1}). {fix}")
     for path, passes in zip(outputs, of_tasks, strict=True):
         found, written = path.stat().st_size, passes[-1]["bytes"]
         if found != written:

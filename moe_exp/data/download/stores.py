@@ -202,7 +202,7 @@ def _pulled(store: Store, name: str, folder: Path) -> list[Path]:
     for one, size in sizes.items():
         if (found := listed[one].bytes if one in listed else None) != size:
             rule = f"has {found} bytes, but its manifest lists {size}" if one in listed else "is missing"
-            raise ConnectionError(f"{store.url}/{one}: {rule}. Fix: push the output again.")
+            raise ConnectionError(f"{store.url}/{one}: {rule}. Fix: repeat moe-exp data push.")
     total = sum(sizes.values())
     # Bytes fetched by an earlier call already occupy their space.
     there = sum(path.stat().st_size for path in [*paths, *folder.rglob(".*.part")] if path.is_file())

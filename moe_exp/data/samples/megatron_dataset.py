@@ -56,7 +56,7 @@ class MegatronSamples:
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
-            fix = "start a new run with the final TRAIN_ITERS"
+            fix = "start a new run with a large enough TRAIN_ITERS"
             raise ValueError(f"sample index {index}: {rule}. Fix: {fix}.")
         item = self._dataset[index]
         return np.append(item["tokens"].numpy(), item["labels"][-1].numpy())

@@ -79,7 +79,7 @@ class LineBlocks:
                 if kept == len(self.buffer) - 1:  # the buffer is full without a line end
                     if kept >= self.longest_bytes:
                         rule = f"a line exceeds the buffer of {kept} bytes"
-                        raise ValueError(f"{path}: {rule}. Fix: set more memory, or remove the line.")
+                        raise ValueError(f"{path}: {rule}. Fix: raise the memory limit, or remove this line.")
                     full = self.view
                     self._allocate(min(2 * kept, self.longest_bytes))
                     self.view[:kept] = full[:-1]

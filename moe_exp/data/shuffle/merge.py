@@ -83,7 +83,7 @@ def find_shards(
         raise ValueError(f"valid_file_name={valid_file_name}: {rule}. Fix: set {similar[0]}.")
     if not shards:
         rule = "has only the validation file"
-        raise ValueError(f"input_dir={input_dir}: {rule}. Fix: set a folder with shards.")
+        raise ValueError(f"input_dir={input_dir}: {rule}. Fix: set input_dir to a folder with shards.")
     path = input_dir / "manifest.json"
     manifest: dict[str, Any] = read_json(path, fix="shuffle again, or remove it") if path.exists() else {}
     if manifest.get("stage") != "shuffle":

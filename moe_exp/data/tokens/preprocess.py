@@ -97,7 +97,7 @@ def tokenize_documents(
         fix = "set --tasks to the number of cores to use"
         raise setting_error("executor", execution.executor, "requires a number of tasks", fix)
     if tasks is not None and tasks < 1:
-        raise setting_error("tasks", tasks, "must be at least 1", "set the number of cores")
+        raise setting_error("tasks", tasks, "must be at least 1", "set --tasks to the number of cores")
     jobs_folder = output.with_name(f"{output.name}.partial") / "datatrove" / PASSES[-1]
     if start_over or is_local:
         check_no_jobs(jobs_folder)
@@ -148,7 +148,9 @@ def _publish(
     """Writes the index of the joined parts and finishes the stage; returns the manifest."""
     counts = joined.counts
     if not counts.tally.num_documents:
-        raise setting_error("input", stage.inputs[0], "the inputs have no documents", "set files with text")
+        raise setting_error(
+            "input", stage.inputs[0], "the inputs have no documents", "name files that contain text"
+        )
     joined.write_index()
     return stage.finish(
         [joined.bin_path, joined.idx_path], hashes=hashes, num_tokens=counts.num_tokens,

@@ -66,7 +66,8 @@ def remote_manifest(url: str) -> dict[str, Any]:
         except FileNotFoundError:
             continue
         except ValueError as error:
-            raise ValueError(f"{store.url}/{manifest}: is damaged ({error}). Fix: push it again.") from None
+            rule = f"is damaged ({error})"
+            raise ValueError(f"{store.url}/{manifest}: {rule}. Fix: push the token files again.") from None
         return content if isinstance(content, dict) else {}
     return {}
 

@@ -143,7 +143,8 @@ def load_tokenizer(
         content = _gpt2_json(_existing("vocab_file", vocab_file), _existing("merge_file", merge_file))
         loaded = _from_json(content, str(vocab_file), None, eod_token, allow_special)
     elif model is None:
-        raise setting_error("tokenizer_model", "", f"{tokenizer_type} requires it", "set --tokenizer-model")
+        rule = f"is required by {tokenizer_type}"
+        raise setting_error("tokenizer_model", "", rule, "set --tokenizer-model")
     elif tokenizer_type == "HuggingFaceTokenizer":
         path = _tokenizer_json(str(model))
         content = _read_tokenizer_json(path, "tokenizer_model")
@@ -248,7 +249,8 @@ def _tokenizer_json(model: str) -> Path:
     if not path.is_dir():
         if not _HUB_NAME.fullmatch(model):
             rule = "file or folder not found"
-            raise setting_error("tokenizer_model", model, rule, "correct the path, or set a name on the Hub")
+            fix = "correct the path, or set a name on the Hugging Face Hub"
+            raise setting_error("tokenizer_model", model, rule, fix)
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -388,7 +390,8 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
-        wrong = setting_error("tokenizer_model", path, "is not a SentencePiece model", "set a .model file")
+        rule, fix = "is not a SentencePiece model", "set it to a SentencePiece .model file"
+        wrong = setting_error("tokenizer_model", path, rule, fix)
         raise wrong from error
     candidates = [processor.id_to_piece(processor.eos_id())] if processor.eos_id() >= 0 else []
     names = [eod_token] if eod_token is not None else [*candidates, *USUAL_EOD_TOKENS]
@@ -398,7 +401,7 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
     found = known[0] if known else (None, None)
     if eod_token is not None and found[1] is None:
         rule = f"not found in the tokenizer {path}"
-        raise setting_error("eod_token", eod_token, rule, "set one of its pieces")
+        raise setting_error("eod_token", eod_token, rule, "set one of its tokens")
     bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
     size = processor.get_piece_size()
     return TextTokenizer("sentencepiece", str(path), content, size, found[1], found[0], bos_id=bos_id)

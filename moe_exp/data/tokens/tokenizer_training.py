@@ -95,7 +95,9 @@ def train_tokenizer(
         with progress("reading", min(max_bytes, total_bytes(inputs))) as advance:
             tokenizer = train_bpe(limited_texts(advance), vocab_size, special_tokens=special_tokens)
         if not tally.num_documents:
-            raise setting_error("input", inputs[0], "the inputs have no documents", "set files with text")
+            raise setting_error(
+                "input", inputs[0], "the inputs have no documents", "name files that contain text"
+            )
         tokenizer.save(str(stage.folder / "tokenizer.json"))
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**30}
         config |= {"clean_up_tokenization_spaces": False, **named}

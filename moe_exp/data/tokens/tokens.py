@@ -225,7 +225,7 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
     for word, prefix in zip(words[0::2], words[1::2], strict=True):
         if math.isnan(weight := number_in(word)):
             fix = "add a weight to every prefix, or to none"
-            raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: {fix}.")
+            raise ValueError(f"'{text}': {_BLEND_RULE}, but '{word}' is not a weight. Fix: {fix}.")
         if not 0 < weight < math.inf:
             fix = "set another weight or omit the prefix"
             raise ValueError(f"'{text}': weight {word} must be greater than 0 and finite. Fix: {fix}.")

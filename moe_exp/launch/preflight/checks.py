@@ -184,7 +184,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
     wrong = (swap != expected).view(size, -1).sum(1)
     if senders := [ranks[index] for index in wrong.nonzero().flatten().tolist()]:
         of = f"from rank {', '.join(map(str, senders))}"
-        raise LinkError(f"all-to-all: {int(wrong.sum())} wrong 8-byte words {of}")
+        raise LinkError(f"all-to-all: received {int(wrong.sum())} wrong 8-byte words {of}")
     reduce_seconds = _check_all_reduce(num_bytes, device, repeats)
     rates = {
         "latency_us": latency * 1e6,
@@ -202,7 +202,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 
     seconds = _best(exchange, device, repeats)
     if num_wrong := int((swap != place + peer).sum()):
-        raise LinkError(f"point-to-point: {num_wrong} wrong 8-byte words from rank {twin}")
+        raise LinkError(f"point-to-point: received {num_wrong} wrong 8-byte words from rank {twin}")
     return rates | {"point_to_point": num_bytes / seconds / 1e9}
 
 

@@ -183,4 +183,5 @@ def _place_problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iter
             rule = "must be a variable name; the variable's value comes from this shell"
             yield problem("pass_env", name, rule, "list only names, such as 'WANDB_API_KEY WANDB_ENTITY'")
         elif name not in environ:
-            yield problem("pass_env", name, "is not set in this shell", f"export or omit {name}")
+            fix = f"export {name}, or remove it from PASS_ENV"
+            yield problem("pass_env", name, "is not set in this shell", fix)

@@ -139,7 +139,8 @@ def submit(job: RunJob) -> list[str]:
     sbatch fails, cancels the jobs that were already submitted.
     """
     if not job.slurm.container and (lacking := training_problem()):
-        raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without a container use this Python.")
+        other = "or set CONTAINER. Without it, jobs use the Python at the start of this line"
+        raise ValueError(f"{lacking[:-1]}; {other}.")
     submitted = RunFolder(job.run_folder).submitted
     # two chains of one run would overwrite each other's checkpoints
     known = submitted.read_text().split() if submitted.exists() else []

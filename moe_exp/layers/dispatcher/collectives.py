@@ -232,7 +232,7 @@ def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
 def arrive(departed: Departed) -> tuple[Tensor, ...]:
     """Waits for the tensors of `depart`. A second call fails, because it would send gradients again."""
     if departed[1].outward is None:
-        raise RuntimeError("arrive: called twice for one depart. Fix: reuse the first result.")
+        raise RuntimeError("arrive: called twice for the same depart(). Fix: reuse the first result.")
     return _Arrive.apply(*departed)
 
 

@@ -215,7 +215,7 @@ class MegatronMoELayer(MegatronMoE):
     ):  # fmt: skip
         if submodules is None:
             fix = "use moe_submodule_spec()"
-            raise ValueError(f"submodules=None: the layer requires a spec. Fix: {fix}.")
+            raise ValueError(f"submodules=None: the layer requires a submodule spec. Fix: {fix}.")
         check_fields(config)
         # Not MoELayer.__init__, which would build Megatron's router, dispatcher and experts.
         MegatronModule.__init__(self, config)

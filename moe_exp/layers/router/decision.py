@@ -53,7 +53,7 @@ class RoutingDecision:
         for name, (x, shape) in shapes.items():
             if x is not None and x.shape != shape:
                 rule = f"has shape {list(x.shape)}, which does not match scores_TE {list(scores_TE.shape)}"
-                raise ValueError(f"{name}: {rule}. Fix: return {list(shape)}.")
+                raise ValueError(f"{name}: {rule}. Fix: return shape {list(shape)}.")
         if expert_TK.dtype != torch.int64:
             raise ValueError(f"expert_TK: must be torch.int64, not {expert_TK.dtype}. Fix: use .long().")
         kept_TK = kept_slots(used_TK, valid_T, expert_TK)

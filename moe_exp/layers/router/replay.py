@@ -60,7 +60,7 @@ class RoutingReplay:
             self._next += 1
             if chosen_TK.shape != expert_TK.shape:
                 rule = f"the recorded decision of pass {self._next} has shape {tuple(chosen_TK.shape)}"
-                fix = "replay the same micro-batches"
+                fix = "replay with the micro-batches of the recording"
                 raise ValueError(f"routing replay={tuple(expert_TK.shape)}: {rule}. Fix: {fix}.")
         if training:
             self._to_recompute.append(chosen_TK)
@@ -86,7 +86,8 @@ def replay_routing(model: nn.Module, recorded: dict[str, list[Tensor]]) -> Itera
     names = list(_routers(model))
     if missing := sorted(set(names) - set(recorded)):
         rule = "no decisions were recorded for this router"
-        raise ValueError(f"routing replay={missing[0]}: {rule}. Fix: record with the same model.")
+        fix = "record the decisions with the model that replays them"
+        raise ValueError(f"routing replay={missing[0]}: {rule}. Fix: {fix}.")
     with _attached(model, {name: RoutingReplay(recorded[name]) for name in names}):
         yield
 

@@ -78,7 +78,7 @@ MOE = ("router", "latent_projections", "rows", "experts", "activation", "shared_
 def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
     """Returns the seconds per component of a layer; ValueError if the device lacks the precision."""
     config, constants, tokens, nothing = job.config, device.constants, num_tokens(job.config), Pass(0, 0)
-    rule = "the device has no {} peak (dense_flops in its profile)"
+    rule = "the device has no {} peak throughput (dense_flops in its profile)"
     if any(fp8_parts(config)) and not device.fp8_speedup:
         raise setting_error("fp8", config.fp8, rule.format("FP8"), "choose another --gpu, or set FP8=none")
     if job.engine.is_nvfp4 and not device.fp4_speedup:

@@ -24,7 +24,7 @@ QUIET_EVENTS = (
     "start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "changed_settings", "spike_end",
     "preflight", "slow_rank_end",
 )  # fmt: skip
-_NAME_IT = "specify a run folder, $RUN_DIR/$RUN_NAME"
+_NAME_IT = "specify a run folder ($RUN_DIR/$RUN_NAME)"
 _NO_OTHER = "no other job has started since"
 _MANY_STARTS = 3  # at the same iteration
 _ENDING_SECONDS = 1800.0  # after a job, while SLURM may still clean up

@@ -178,7 +178,7 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
     """Reads a run folder; raises ValueError if `path` is not a run folder."""
     folder = RunFolder(path)
     if not folder.config.exists():
-        raise ValueError(f"{no_folder(path)}. Fix: specify a run folder, $RUN_DIR/$RUN_NAME.")
+        raise ValueError(f"{no_folder(path)}. Fix: specify a run folder ($RUN_DIR/$RUN_NAME).")
     settings = {name: declared.default for name, declared in Config.model_fields.items()}
     with suppress(ValueError):  # every start rewrites it: this may be the middle of a write
         settings |= known_settings(recorded_settings(folder.config))

@@ -104,7 +104,7 @@ def test_a_tensor_that_is_not_filled_is_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="x: only 6 of 12 values were written"):
         writer.finish({})
     assert not (tmp_path / "a" / "metadata.json").exists()
-    with pytest.raises(ValueError, match="chunks must have one shape and dtype"):
+    with pytest.raises(ValueError, match="chunks must have the same tensor shape and dtype"):
         writer.add_chunk("x", torch.zeros(2, 3), shape=(5, 3), offsets=(2, 0))
 
 

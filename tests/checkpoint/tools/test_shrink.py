@@ -216,7 +216,7 @@ def test_files_of_a_checkpoint_stay_as_its_manifest_says(tmp_path):
 @pytest.mark.parametrize("pattern", ["/abs", "../*.pt", ""])
 def test_a_pattern_that_leads_out_of_the_folder(pattern, tmp_path, capsys):
     assert main(["ckpt", "shrink", str(tmp_path), f"--pattern={pattern}"]) == 1
-    assert f"PATTERN={pattern}: must match names inside PATH" in capsys.readouterr().err
+    assert f"PATTERN={pattern}: must match files in the folder PATH" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/iter_0000005"])

@@ -386,13 +386,13 @@ REFUSED = [
     ("lr_decay_style=cosin", "LR_DECAY_STYLE=cosin: must be 'cosine', ... or 'power'"),
     (
         "lr_decay_style=constant:80%,line",
-        "LR_DECAY_STYLE=constant:80%,line: line is not a known piece; use one of linear, cosine,",
+        "LR_DECAY_STYLE=constant:80%,line: line cannot be the style of a STYLE:UNTIL piece",
     ),
     (
         "lr_decay_style=constant:80,WSD",
         "LR_DECAY_STYLE=constant:80,WSD: must be a named style, or comma-separated STYLE:UNTIL pieces",
     ),
-    ("lr_decay_style=constant,linear", "LR_DECAY_STYLE=constant,linear: only the last piece "),
+    ("lr_decay_style=constant,linear", "LR_DECAY_STYLE=constant,linear: only the last STYLE:UNTIL piece "),
     (
         "lr_decay_style=constant:120%,linear",
         "LR_DECAY_STYLE=constant:120%,linear: fractions must be above 0% and at most 100%",

@@ -77,7 +77,7 @@ def test_longer_samples_count_as_several(prefixes):
     assert torch.equal(long, torch.cat([samples.batch(32, 4), samples.batch(36, 4)]))
     assert [samples.origin(index).prefix for index in (31, 35)] == [prefixes["a"], prefixes["b"]]
     for first, count in ((33, 4), (32, 3), (28, 8)):
-        with pytest.raises(ValueError, match=r"must be whole samples of one stage\. Fix: read"):
+        with pytest.raises(ValueError, match=r"must be whole samples of one stage\. Fix: "):
             samples.batch(first, count)
 
 
@@ -114,7 +114,7 @@ def test_a_file_and_text_are_the_same(tmp_path):
         ("[{from_samples: 8.5, seq_len: 8}]", "from_samples=8.5 must be a whole number"),
         (
             "[{from_samples: 8, train_data: 3}]",
-            "stage 1: train_data must be text in the format of TRAIN_DATA",
+            "stage 1: train_data must be a non-empty string in the format of TRAIN_DATA",
         ),
     ],
 )

@@ -181,7 +181,7 @@ def test_bytes():
     ("kind", "given", "message"),
     [
         ("BertWordPieceCase", {}, "TOKENIZER_TYPE=BertWordPieceCase: must be one of HuggingFaceTokenizer"),
-        ("HuggingFaceTokenizer", {}, "TOKENIZER_MODEL=: HuggingFaceTokenizer requires it"),
+        ("HuggingFaceTokenizer", {}, "TOKENIZER_MODEL=: is required by HuggingFaceTokenizer"),
         ("HuggingFaceTokenizer", {"model": "./missing/folder/here"}, "file or folder not found"),
         ("GPT2BPETokenizer", {}, "VOCAB_FILE=: must be an existing file"),
         ("SentencePieceTokenizer", {"model": __file__}, "is not a SentencePiece model"),

@@ -175,12 +175,12 @@ def test_prefixes_without_weights_are_weighted_by_size(tmp_path):
         ("", "must be 'PREFIX'"),
         ("0.5 a b", "must be 'PREFIX'"),
         ("0.5", "must be 'PREFIX'"),
-        ("a 0.5", "and a is not a weight"),
-        ("0.5 a b 0.5", "and b is not a weight"),
+        ("a 0.5", "but 'a' is not a weight"),
+        ("0.5 a b 0.5", "but 'b' is not a weight"),
         ("0.5 0.5", "and 0.5 is not a prefix"),
         ("0 a 1 b", "weight 0 must be greater than 0 and finite"),
         ("-1 a 1 b", "weight -1 must be greater than 0 and finite"),
-        ("nan a 1 b", "and nan is not a weight"),
+        ("nan a 1 b", "but 'nan' is not a weight"),
     ],
 )
 def test_text_that_is_no_blend(text, message):

@@ -74,7 +74,7 @@ def test_replay_under_recompute_is_replay(use_reentrant):
 
 def test_errors():
     model = Two()
-    text = r"routing replay=first\.router: .* Fix: record with the same model\."
+    text = r"routing replay=first\.router: .* Fix: record the decisions "
     with pytest.raises(ValueError, match=text), replay_routing(model, {}):
         pytest.fail("replays nothing")
     recorded = {name: [decision] for name, decision in experts_of(model, tokens(1)).items()}
@@ -82,6 +82,6 @@ def test_errors():
         model(tokens(1))
         with pytest.raises(ValueError, match=r"routing replay=2 passes: the recording ends after pass 1"):
             model(tokens(1))
-    with replay_routing(model, recorded), pytest.raises(ValueError, match=r"\(5, 2\): .* recorded \(7, 2\)"):
+    with replay_routing(model, recorded), pytest.raises(ValueError, match=r"\(5, 2\): .* shape \(7, 2\)"):
         model(tokens(1)[:5])
     assert model.first.router.replay is None

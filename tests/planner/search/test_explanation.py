@@ -132,7 +132,7 @@ def test_a_layout_in_one_line():
         ("TP=4,DP=8", [r"DP=8: must be GPUs"]),
         ("TP=0,VPP=x,RECOMPUTE=y", ["TP=0: must be", "VPP=x: must be", "RECOMPUTE=y: must be 'none', "]),
         ("TP,GBSZ=3", ["EXPLAIN=TP: must be", "EXPLAIN=GBSZ=3: must be"]),
-        ("PIPELINE_LAYERS=5+6", [r"PIPELINE_LAYERS=5\+6: must be comma-separated"]),
+        ("PIPELINE_LAYERS=5+6", [r"PIPELINE_LAYERS=5\+6: must be a comma-separated"]),
     ],
 )
 def test_every_part_that_is_no_layout_is_named(text, lines):
