@@ -31,7 +31,7 @@ def __dir__() -> list[str]:
 
 
 class _PreparesMegatron(MetaPathFinder):
-    """Imports `moe_exp.host.megatron_cpu`, and so torch, before the first megatron module is imported."""
+    """Imports `moe_exp.host.megatron_cpu` (which imports torch) before any megatron module is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -124,7 +124,7 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
     rank. Otherwise, `train` launches the ranks on this machine and waits until they end.
 
     Args:
-        resume: run folder to resume with its own settings.
+        resume: run folder to resume; `settings` override its settings.
         settings: settings from docs/settings.md, in lower case, such as `num_experts=16`; `config` is the
             path of a settings file. Settings override environment variables; a setting of None counts
             as not given.

@@ -145,8 +145,9 @@ def compare_restored(
     runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
     """Compares the loaded model and optimizer state with the fingerprints in their iter_ folder, using one
-    all-reduce. `converted`: values read for bf16 or 8-bit moments; None: the optimizer state is not compared.
-    Returns the number of tensors compared; raises RestoreError on every rank if a tensor differs.
+    all-reduce. `converted`: moments as read, if the optimizer keeps them in bf16 or 8 bits; None: the
+    optimizer state is not compared. Returns the number of tensors compared; raises RestoreError on every rank
+    if a tensor differs.
     """
     # Checksums show that the files are intact. Fingerprints also show that each value was written from and
     # read into the right place, under any parallel layout.

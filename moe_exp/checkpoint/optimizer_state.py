@@ -14,10 +14,10 @@ its offsets:
     range of this rank        values 100 to 250 of W * D
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0) in the whole [4W, D]
 
-The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place. Main
-weights stored as remainders (MAIN_PARAMS=remainder, `engine/fused_step.py`) are expanded to fp32 until
-the next iteration. Main weights kept in host memory stay there during saving and loading. Saving converts
-bf16 and 8-bit moments to fp32 on the host; loading converts them back (`engine/optimizer_classes.py`).
+Shards of fp32 tensors are views of the optimizer's tensors: saving takes no memory, and loading fills them in
+place. Main weights stored as remainders (MAIN_PARAMS=remainder, `engine/fused_step.py`) are first expanded to
+fp32, until the next iteration. Main weights kept in host memory stay there during saving and loading. Saving
+converts bf16 and 8-bit moments to fp32 on the host; loading reverses this (`engine/optimizer_classes.py`).
 """
 
 import itertools
@@ -60,7 +60,7 @@ class Owned:
 
 
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
-    """Yields this rank's state of each optimizer that `optimizer` chains (dense parameters, experts)."""
+    """Yields this rank's state of each parameter, over all optimizers in the chain `optimizer`."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue

@@ -70,7 +70,7 @@ def newest_there(url: str) -> int | None:
 
 
 def _complete(names: Iterable[str]) -> dict[int, str]:
-    """Folder names of the complete checkpoints among the files `names`, by iteration in ascending order."""
+    """Folder name of each complete checkpoint in the file list `names`, by iteration (in ascending order)."""
     found = (match for name in names if (match := _WHOLE.fullmatch(name)))
     return dict(sorted((int(match[2]), match[1]) for match in found))
 

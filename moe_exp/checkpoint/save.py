@@ -117,7 +117,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints one at a time; never deletes iteration `loaded` or any in rank 0's `held()`."""
+    """Saves checkpoints one at a time; never deletes iteration `loaded` or those in rank 0's `held()`."""
 
     def __init__(
         self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,
@@ -179,7 +179,7 @@ class CheckpointWriter:
         self._pending = _Pending(iteration, start, partial, facts, written, shares)
 
     def _write(self, partial: Path, plan: CheckpointPlan) -> Future[Written]:
-        """Starts the thread that writes this rank's files. `finish` reports its errors."""
+        """Starts the thread that writes this rank's files. `finish` reports errors of the thread."""
         try:
             if self._config.async_save:
                 plan = plan.staged()
@@ -192,7 +192,9 @@ class CheckpointWriter:
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan)
 
     def finish(self) -> Saved | None:
-        """Waits for all ranks, then renames the folder; None if no save began. A failure raises no error."""
+        """Waits for all ranks, then publishes the checkpoint; None if no save began. A failure is returned in
+        `Saved.error`, not raised.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return None

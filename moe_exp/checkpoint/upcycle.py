@@ -59,7 +59,7 @@ def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
 
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
-    """Replaces the initial weights with the dense weights saved in UPCYCLE_FROM (any parallel layout). The
+    """Replaces the initial weights with dense weights saved in UPCYCLE_FROM (in any parallel layout). The
     optimizer starts from zero. The router keeps its initial weights, but rows in a virtual group become
     equal. All ranks must call this function. Returns a one-line summary; ValueError if the dense model does
     not match the MoE model.

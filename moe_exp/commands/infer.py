@@ -145,7 +145,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Returns a request of class `kind`; its layout and other fields come from `arguments` and `others`."""
+    """Returns a `kind` request: the layout from `arguments`, other fields from `arguments` and `others`."""
     from moe_exp.inference.ranks import Layout
 
     sizes = (*_SIZES, "gpus_per_node", "threads_per_rank")
@@ -162,7 +162,7 @@ def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
 
 
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
-    """With one rank, runs `work` in this process, else the module of the request's class under torchrun."""
+    """With one rank, runs `work` in this process; else runs the request class's module under torchrun."""
     from moe_exp.inference.ranks import check_files, run_alone
     from moe_exp.launch.machine_checks import check_machine
     from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command

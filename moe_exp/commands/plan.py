@@ -176,7 +176,7 @@ def _export(
 
 
 def _doubt(chosen: Candidate, found: Search) -> str:
-    """Returns a warning if the free memory of a layout is below the planner's margin of error, else ""."""
+    """Returns a warning if a layout leaves less free memory than the planner's margin of error, else ""."""
     prediction = chosen.prediction
     if not prediction.is_close:
         return ""

@@ -283,7 +283,7 @@ def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[
 
 
 def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
-    """Parses the comma-separated numbers of the option `name`; only `widths` must not be empty."""
+    """Parses the comma-separated numbers of the option `name`; all options except `widths` may be empty."""
     if not text and name != "widths":
         return []
     try:

@@ -28,7 +28,7 @@ def add_arguments(
     parser: argparse.ArgumentParser, settings: type[BaseModel] = Config, names: Iterable[str] = ()
 ) -> None:
     """Adds a flag for each setting in `names` (default: all fields of `settings`). Values are kept as text
-    for `load_config`. If `settings` is Config without `names`, groups the flags by section and adds --config.
+    for `load_config`. If `settings` is Config and `names` empty, groups flags by section and adds --config.
     """
     if settings is Config and not names:
         about = "settings file: config.yaml of a run, or lines such as NUM_EXPERTS=64 (docs/settings.md)"
@@ -63,7 +63,7 @@ def given_values(
 
 def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Adds the settings in the file `flags["config"]` to `flags`; `flags` and `environ` take precedence. The
-    file may also set other arguments if their names are keys of `flags`. With UPCYCLE_FROM,
+    file may, besides settings, set any argument whose name is a key of `flags`. With UPCYCLE_FROM,
     converts the settings of a dense model to the settings of the upcycled MoE model.
 
     Ranks receive the result as flags, so that editing the file does not change a running job. Raises
@@ -115,14 +115,14 @@ def load_config(
 ) -> Config:
     """Builds one Config from defaults, preset, file, environment and `flags`; later sources take precedence.
 
-    A preset's DECAY_ITERS and WARMUP_ITERS apply only with its own TRAIN_ITERS. If TRAIN_ITERS differs,
+    A preset's DECAY_ITERS and WARMUP_ITERS apply only if TRAIN_ITERS is the preset's own. Otherwise,
     DECAY_ITERS defaults to TRAIN_ITERS, and WARMUP_ITERS to at most a tenth of DECAY_ITERS.
 
     Args:
-        flags: values by field name; None counts as not given. `config` is the path of a settings file.
+        flags: values by field name; None counts as not given. Key `config`: path of a settings file.
         environ: environment variables (default: os.environ).
         nodes: the nodes of the run, if it does not run on this machine. If these nodes have GPUs, PRESET
-            defaults to reference, with or without TRAIN_DATA.
+            defaults to reference even without TRAIN_DATA.
 
     Raises:
         ConfigError: if values cannot be read; one line per value.

@@ -1,10 +1,10 @@
 """Checks that a checkpoint fits a run: compares the settings that must not change on resume.
 
-All other settings may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size,
-the choice of `moe` or `dmoe`, capacity, rounding, kernels, determinism, dispatcher, dtype, distributed
-optimizer, learning rate, losses, dropout. `moe_exp.training.samples` compares settings that affect the order
-of samples. The storage format of the optimizer's moments may also change, such as Adam's precision. Does not
-import torch.
+Here, all other settings may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch
+size, the choice of `moe` or `dmoe`, capacity, rounding, kernels, determinism, dispatcher, dtype, distributed
+optimizer, learning rate, losses, dropout, and the storage format of the optimizer's moments, such as their
+precision in Adam. Settings that affect the order of samples are compared in `moe_exp.training.samples`. Does
+not import torch.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base model's value:
     router                         n^(-1/2)           n^-1             n
     output layer                   n^-1               n^-1             n
 
-The factors are those of Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW. The updates of a matrix add
-up over its inputs, so its learning rate is divided by the number of inputs. Multipliers in the forward pass
-are folded into initial weights and learning rates; for Adam, this is equivalent (ibid., lemma J.1) and leaves
-checkpoints and conversions unchanged. Each step shrinks weights by weight decay times learning rate, so
-weight decay is raised to keep this product constant. Does not import torch.
+The factors are those of Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW. An output of a matrix
+adds up the weight updates of all inputs, so the learning rate is divided by the number of inputs. Multipliers
+in the forward pass are folded into initial weights and learning rates; for Adam, this is equivalent (ibid.,
+lemma J.1) and leaves checkpoints and conversions unchanged. Each step shrinks weights by weight decay times
+learning rate, so weight decay is raised to keep this product constant. Does not import torch.
 """
 
 import math
@@ -45,7 +45,7 @@ class Multiples(NamedTuple):
 
 
 def are_alike(config: Config) -> bool:
-    """Whether the learning rate is equal for all parameters, and the decay for all but norms and biases."""
+    """Whether all parameters have equal learning rates and (except norms and biases) equal weight decay."""
     return not config.parameter_rules and config.parametrization == "standard"
 
 

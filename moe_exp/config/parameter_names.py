@@ -82,7 +82,7 @@ def parameter_sizes(c: ExpertSettings) -> dict[str, int]:
 
 def layer_sizes(c: ExpertSettings, *, has_window: bool = False) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the parameter sizes of a dense layer and of an MoE layer, by parameter name within the layer.
-    `has_window`: for layers with SLIDING_WINDOW. Multi-latent attention: arXiv:2405.04434, section 2.1.
+    `has_window`: whether layers use SLIDING_WINDOW. Multi-latent attention: arXiv:2405.04434, section 2.1.
     """
     attention = _latent_attention(c) if c.multi_latent_attention else _attention(c, has_window)
     placement = c.norm_placement

@@ -102,7 +102,7 @@ def read_values(value: object) -> float | str:
 
 
 def value_pieces(text: str) -> list[tuple[str, str]]:
-    """Returns value and end of each piece of MTP_LOSS_COEFF, as written; an end of '' means no end."""
+    """Returns each piece of MTP_LOSS_COEFF as (value, end), both as written; the end is '' if omitted."""
     return [(value, end) for value, _, end in (part.partition(":") for part in text.split(","))]
 
 

@@ -21,8 +21,8 @@ class Traits:
 
 
 def _setting(default: Any, description: str, **options: Any) -> Any:
-    """Declares a field with the Traits in `options`. If `options` also has a `default_factory`, `default`
-    must be `...`.
+    """Declares a field; `options` has its Traits and arguments of `Field`. If one is a
+    `default_factory`, `default` must be `...` (Ellipsis).
     """
     own = {name: options.pop(name) for name in Traits.__dataclass_fields__ if name in options}
     given = {} if default is ... else {"default": default}

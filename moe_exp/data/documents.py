@@ -129,10 +129,10 @@ def data_among(
 
     Args:
         sizes: maps the relative path of each file to its size in bytes.
-        where, what: for messages, the folder (or URL), and the name of the setting that contains it.
+        where, what: the folder (or URL) and the name of the setting that contains it, for messages.
         text_field: field with the text; "" if `has_text` is not given.
         has_text: returns whether a .json file is a record file, that is, whether its first object has the
-            field. If None (object stores), .json files are selected only if there are no other record
+            field. If None (for object stores), .json files are selected only if there are no other record
             files, and never if they are named like metadata.
 
     Raises:
@@ -316,7 +316,7 @@ def read_objects(
 
 
 def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
-    """Counts a line as skipped if it or its text is empty or `skip_bad` is set; else raises BadDocument."""
+    """Counts an empty line or text, or any bad line if `skip_bad`, as skipped; else raises BadDocument."""
     if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
         raise BadDocument(path, number, reason)
     tally.skipped[reason] += 1
@@ -385,7 +385,7 @@ def lines_in(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 
 def estimate_line_bytes(paths: Iterable[Path]) -> int:
-    """Estimates the decompressed size of files from the beginning of the largest file of each kind."""
+    """Estimates the files' decompressed size; reads at most the start of the largest file of each kind."""
     total_bytes = 0
     for suffix, files in groupby(sorted(paths, key=ending), key=ending):
         sizes = {path: path.stat().st_size for path in files}

@@ -129,13 +129,13 @@ class Through:
         self._file = os.open(folder / f"{rank:05d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def advance(self, num_bytes: float) -> None:
-        """Adds bytes read from the current file."""
+        """Adds `num_bytes` just read from the current file."""
         self._bytes += num_bytes
         if self._bytes - self._reported > _REPORT_BYTES:
             self._write()
 
     def end_file(self, num_bytes: int) -> None:
-        """Replaces the byte count of the current file with the file's size."""
+        """Counts the current file with its full size `num_bytes`, not the bytes read so far."""
         self._ended += num_bytes
         self._bytes = self._ended
         self._write()

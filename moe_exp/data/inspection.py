@@ -244,7 +244,7 @@ def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:
 
 
 def length_summary(lengths: Int64Array) -> dict[str, Any]:
-    """Statistics of lengths, and a histogram (from, to, number of documents) for 0, 1, 2 to 3, 4 to 7, ..."""
+    """Statistics of lengths; histogram: (from, to, number of documents) of bins 0, 1, 2 to 3, 4 to 7, ..."""
     if not len(lengths):
         return {"min": 0, "median": 0, "mean": 0, "max": 0, "histogram": []}
     num_bits = np.frexp(lengths.astype(np.float64))[1]  # 0 for 0, 1 for 1, 2 for 2 and 3

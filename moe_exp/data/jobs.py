@@ -112,7 +112,7 @@ def run_stage_passes(
 
     Args:
         steps: maps the name of each step to its `CountingStep`. Every step reads all inputs of the stage.
-        working: folder for progress; the tasks of step NAME write theirs to its subfolder NAME/through.
+        working: folder for progress; the tasks of step NAME write their progress to `working`/NAME/through.
     """
     logs, passes = stage.folder / "datatrove", list[Pass]()
     for key, (name, unit, run, num_tasks) in steps.items():
@@ -182,11 +182,11 @@ def _jobs_there(folder: Path) -> list[str]:
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
     """Submits the remaining tasks, unless earlier jobs are still active; each pass waits for the previous
-    pass. `follows`: whether the last SLURM job of the previous step may submit this step (only once).
+    pass. `follows`: whether the last SLURM job of the previous stage may submit this stage, but only once.
 
     Raises:
         ValueError: sbatch fails, squeue does not answer, or this process runs in a SLURM job that may not
-            submit this step (see `follows`).
+            submit this stage (see `follows`).
     """
     jobs_file = passes[-1].folder / _JOBS
     if there := _jobs_there(passes[-1].folder):

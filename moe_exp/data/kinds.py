@@ -54,7 +54,7 @@ class TextRule:
     longest_bytes: int = 2**20
 
     def facts(self) -> dict[str, Any]:
-        """Options that differ from their defaults, to be recorded in a step's settings."""
+        """Options that differ from their defaults; data preparation steps record them in their settings."""
         usual = vars(TextRule())
         return {f"text_{name}": value for name, value in vars(self).items() if value != usual[name]}
 
@@ -190,7 +190,7 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
 
 
 def read_chunks(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
-    """Like `raw_lines`, but yields compressed JSONL in chunks of up to 1 MiB instead of lines."""
+    """Like `raw_lines`, but decompresses compressed JSONL to chunks of up to 1 MiB instead of lines."""
     if is_compressed(path) and ending(path) in JSON_SUFFIXES and not _has_values(path):
         yield from _file_chunks(path)
     else:
@@ -313,7 +313,7 @@ def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
 
 
 def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:
-    """Decoded text, or "" if it is blank. Errors count lines from `num_lines`, the document's first line."""
+    """Decoded text, or "" if it is blank. `num_lines`: line number where the document starts, for errors."""
     if (place := document.find(b"\0")) >= 0:
         raise BadDocument(path, num_lines + document.count(b"\n", 0, place), _BINARY)
     try:

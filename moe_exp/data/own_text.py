@@ -109,7 +109,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
 
 
 def text_problems(config: Config) -> list[str]:
-    """Problems with text in data settings that can be found without reading all of the text."""
+    """Checks text in data settings, without reading all of it; returns the problems."""
     try:
         for source in _text_sources(config):
             with _named_errors(source):
@@ -305,7 +305,7 @@ def _named_errors(source: TextSource) -> Iterator[None]:
 
 
 def _check_first_documents(source: TextSource) -> None:
-    """Raises ValueError unless the first file per format starts with a document that has the text field."""
+    """Raises ValueError unless the first document in the first file of each format has the text field."""
     by_kind = {ending(path): path for path in reversed(source.files) if path.stat().st_size}
     if not by_kind:
         raise setting_error(source.setting, source.name, "contains only empty files", "use non-empty files")

@@ -196,7 +196,7 @@ def _duration(folder: Path, seconds: float) -> str:
 
 
 def expected_bytes(inputs: Sequence[Path]) -> int:
-    """Estimates from a sample the size of all files as JSONL; raises BadDocument if a file is damaged."""
+    """Estimates how large all files are as JSONL, from some of them; BadDocument if a file is damaged."""
     sampled = inputs[:: max(1, len(inputs) // _NUM_SAMPLED)][:_NUM_SAMPLED]
     num_bytes = 0.0
     for path in sampled:

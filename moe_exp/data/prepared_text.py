@@ -1,4 +1,4 @@
-"""Tokenizes once the text that data settings name, and stores the tokens in a folder under DATA_DIR.
+"""Tokenizes the text given in data settings, and keeps the tokens in a folder under DATA_DIR for reuse.
 
     DATA_DIR/NAME_1a2b3c4d/   train.bin .idx .manifest.json, valid.* with the held-out documents,
                               tokenizer/ if one was trained, text.json
@@ -47,7 +47,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class TextSource:
-    """Text that a data setting names, to be tokenized."""
+    """Text to tokenize, given in a data setting."""
 
     setting: str  # train_data, valid_data or data_stages
     name: str  # path or pattern in the setting
@@ -139,7 +139,7 @@ def known_places(data_dir: Path) -> set[str]:
 
 
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """Prepared data whose files match those of `source` in name, size, and modification time or contents."""
+    """Data prepared from `source`'s files: same names, sizes, and either modification times or contents."""
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]

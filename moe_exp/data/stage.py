@@ -55,7 +55,7 @@ class CorpusStage:
 
         Args:
             outputs: files in the working folder to list in the manifest.
-            hashes: for each output file whose `file_hash` is already known, this hash.
+            hashes: the `file_hash` of each output file for which it is already known.
             facts: additional manifest entries.
         """
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
@@ -171,7 +171,7 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If it is in use, logs the text `waits` and waits; ValueError if `waits` is ''."""
+    """Locks an output. If in use, logs the text `waits` and waits, or raises ValueError if `waits` is ''."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
@@ -250,7 +250,7 @@ def is_stale(
 
 
 def is_older(output: Path, other: Path) -> bool:
-    """Whether OUTPUT (its unfinished step, else its manifest) is older than the manifest of `other`."""
+    """Whether OUTPUT's unfinished step (if none, its manifest) is older than the manifest of `other`."""
     output, made = _place(output), _place(other) / "manifest.json"
     begun = output.with_name(output.name + ".partial") / RUNNING
     newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)
@@ -291,7 +291,7 @@ class Unfinished(ValueError):
 
 
 def check_free_disk(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises `Unfinished` if `what` does not fit on the disk of `folder`, which need not exist yet."""
+    """Raises `Unfinished` if the disk of `folder` lacks space for `what`; `folder` need not exist yet."""
     free_bytes = free_disk(folder)
     if free_bytes < needed_bytes:
         rule = f"has {bytes_text(free_bytes)} free; {what} requires {bytes_text(needed_bytes)}"

@@ -1,7 +1,7 @@
 """Verifies files against their manifest, and compares the documents of two corpora.
 
 Reads and hashes everything. Verification takes about 100 bytes of memory per validation document; a
-comparison takes about 50 bytes per document in both corpora.
+comparison takes about 50 bytes for each document of either corpus.
 """
 
 from collections.abc import Iterator

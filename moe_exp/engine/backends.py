@@ -98,7 +98,7 @@ def backends_of(
 def _attention_backends(
     config: Config, device_type: str, te: tuple[str, str] | None
 ) -> dict[str, tuple[str, str]]:
-    """(backend, reason) for attention with and without a window; `te`: that of Transformer Engine or None."""
+    """(backend, reason) for attention with and without a window; `te`: Transformer Engine's pair or None."""
     if te and not (config.document_mask or config.needs_own_attention):
         return {"attention": te}
     found = {}

@@ -1,6 +1,6 @@
 """Tests that tokens attend only to their own document and window, for `moe-exp doctor --leak-test`.
 
-Runs a small model with each kind and backend of attention on two packed samples, and on each of their
+For each kind and backend of attention, runs a small model on two packed samples, and on each of their
 documents alone.
 """
 

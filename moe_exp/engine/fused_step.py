@@ -45,10 +45,10 @@ def keeps_remainders(config: Config, step: str) -> bool:
 
 
 def store_main_weights(part: Any) -> None:
-    """Makes `part` (a chained optimizer) split its main weights (see `Adam.split`); allocates its moments.
+    """Makes `part`, one of the chained optimizers, keep its main weights split (see `Adam.split`).
 
     Code that needs main weights joins them first. They are split again in the next iteration, or when they
-    are next copied to the model.
+    are next copied to the model. Also allocates the moments of `part`.
     """
     adam, zero_grad, copy = part.optimizer, part.zero_grad, part._copy_model_params_to_main_params
     adam.weights, adam.stored = dict(_weights(part)), {}
@@ -90,9 +90,9 @@ def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:
 class FusedStep:
     """Replaces `step` of Megatron's optimizer; changes nothing if the gradient norm is not finite.
 
-    Returns a tuple: None, the norm (fp32 []), and the number of zeros in the gradients (None: not counted).
-    The host does not wait for the norm. `count_step` must be called when the norm is known, and before the
-    next step.
+    A call returns a tuple of None, the norm (fp32 []), and the number of zeros in the gradients (None if
+    not counted). The host does not wait for the norm. `count_step` must be called when the norm is known,
+    and before the next step.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, parts: list[Any]):

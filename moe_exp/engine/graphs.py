@@ -1,4 +1,4 @@
-"""With a CUDA graph (CUDA_GRAPH), the host launches forward and backward of a micro-batch at once.
+"""With a CUDA graph (CUDA_GRAPH), the host starts a micro-batch's forward and backward pass in one launch.
 
 Megatron's schedule is unchanged. Its forward step replays a graph that also contains the backward pass, and
 returns a loss that requires no gradient, so that the schedule runs no backward pass:
@@ -148,7 +148,7 @@ class MicrobatchGraphs:
         self._addresses: tuple[int, ...] = ()
 
     def run(self, batch: Batch, num_microbatches: int) -> Tensor:
-        """Runs one of `num_microbatches` micro-batches forward and backward; returns a copy of the result."""
+        """Runs `region` on one of `num_microbatches` micro-batches; returns a copy of the tensor to log."""
         tensors = {name: x for name, x in sorted(batch.items()) if isinstance(x, Tensor)}
         shapes = tuple((name, x.shape, x.dtype) for name, x in tensors.items())
         key = num_microbatches, shapes, self._flags()
@@ -173,7 +173,7 @@ class MicrobatchGraphs:
     def check(self, batch: Batch, num_microbatches: int) -> str:
         """Compares a replayed micro-batch with an eager one before training; returns the difference or "".
 
-        Loss and gradients must be equal bit for bit. Where two eager micro-batches already differ (on some
+        Loss and gradients must be equal bit for bit. Where two eager runs already differ (on some
         GPUs, attention has no fixed summation order), only the norms must agree, within 0.1%.
         Resets the gradients, the statistics and `state`.
         """

@@ -441,7 +441,7 @@ class GPTModelWithLinearLoss(PredictingModel):
     def _output(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Output layer; returns losses [S, B] and None or, without labels, logits and the bias."""
+        """Output layer: returns (losses [S, B], None) or, if there are no labels, (logits, bias)."""
         if self._targets is None:
             return self._project(hidden, weight, runtime_gather_output)
         if self.config.sequence_parallel:

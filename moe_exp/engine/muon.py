@@ -129,7 +129,7 @@ def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
-    """Returns, for each rank of `ranks.shared`, its matrices: their parameters and indices within them."""
+    """Returns, for each rank of `ranks.shared`, the matrices it owns, as (parameter, indices) pairs."""
     costs = []  # proportional to the number of operations in `orthogonalized`
     for each in waiting:
         sizes, axis = list(each.parameter.shape[-2:]), each.group[AXIS]
@@ -182,7 +182,7 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | None) -> Tensor:
-    """Orthogonalizes full matrices, scales them to Adam's update size, and returns this rank's shard."""
+    """Gathers and orthogonalizes full matrices, scales to Adam's update size; returns this rank's part."""
     world = group_size(ranks) if axis else 1
     whole = part
     if world > 1:

@@ -43,7 +43,7 @@ class _Staging:
 class OffloadedAdam(Adam):
     """Adam that stores the fp32 main weights and the moments of bf16 weights in host memory.
 
-    `join` makes a parameter hold its main weights on the host, so that saving takes no device memory.
+    After `join`, a parameter's data is its main weights on the host, so that saving takes no device memory.
     """
 
     _staging: tuple[_Staging, ...] = ()

@@ -190,7 +190,7 @@ class Adam8bit(Adam):
         return bool(self.state[p]["exp_avg"].dtype == torch.uint8)
 
     def dequantized_moments(self, p: Tensor) -> dict[str, Tensor]:
-        """The moments of `p`, which are in 8 bits, in fp32."""
+        """The 8-bit moments of `p`, converted to fp32."""
         state = self.state[p]
         return {
             name: dequantized(state[name], state[f"{name}_scale"], self._table(p.device)[name]).view(p.shape)
@@ -198,7 +198,7 @@ class Adam8bit(Adam):
         }
 
     def quantize_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Sets the moments of `p`, which are in 8 bits."""
+        """Sets the 8-bit moments of `p` to the quantized `values`."""
         state = self.state[p]
         for name in ("exp_avg", "exp_avg_sq"):
             codes, scale = quantized(values[name], self._table(p.device)[name])
@@ -234,7 +234,7 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 
 
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest code per value, uint8 [n], and smallest scale for 256 values each, fp32 [ceil(n / 256)]."""
+    """Codes nearest to the values, uint8 [n], and smallest scale per 256 values, fp32 [ceil(n / 256)]."""
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     scales = []

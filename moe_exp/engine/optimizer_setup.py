@@ -73,7 +73,7 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
 
 @contextmanager
 def _megatron_builds(config: Config, step: str) -> Iterator[None]:
-    """Inside the block, Megatron builds the chosen optimizer and accepts it in the distributed optimizer."""
+    """In the `with` block, Megatron builds the chosen optimizer, and its distributed optimizer accepts it."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
     is_bf16 = config.optimizer_state_dtype == "bf16"
     is_plain = step == "torch" and not is_bf16 and not keeps_remainders(config, step)
@@ -112,7 +112,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether the parameter is split on `axis` and is no norm, bias, embedding, output layer or router."""
+    """Whether TP splits this on `axis` (0: none); False for norm, bias, embedding, output layer, router."""
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -124,7 +124,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Checkpoint names of this rank's parameters, by id; with layer numbers, and the same in all layouts."""
+    """Checkpoint names of this rank's parameters by `id`: with layer numbers and equal in all layouts."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:

@@ -86,7 +86,7 @@ def _scale(attention: Attention, factors_H: Tensor) -> None:
 
 
 def _scale_rows(linear: nn.Module, parts: list[tuple[Tensor, int]]) -> None:
-    """Scales weight rows. `parts`: row blocks of each head or group, as (factors by head, rows per head)."""
+    """Scales weight rows. `parts`: row blocks of every head (or group): (factor per head, number of rows)."""
     rows = torch.cat([factors[:, None].expand(-1, count) for factors, count in parts], dim=1).flatten()
     for name, x in linear.named_parameters(recurse=False):
         if name.startswith("layer_norm"):

@@ -48,7 +48,7 @@ def choose_communication() -> tuple[str, str]:
 
 
 def stand_by() -> None:
-    """In a standby process (see `launch.agent.StandBys`), waits for its rank's environment variables."""
+    """In a standby process (see `launch.agent.StandBys`), waits for the environment variables of a rank."""
     if STANDS_BY not in os.environ:
         return
     # the first optimizer and the first log would import these
@@ -145,7 +145,7 @@ def start_alone(config: Config) -> Runtime:
 
 
 def share_alone(config: Config) -> Runtime:
-    """Runtime of a single rank, whose process group is created once; ValueError if there are more ranks."""
+    """Runtime of a single rank; all calls share one process group. ValueError if there are more ranks."""
     global _alone
     if not torch.distributed.is_initialized():
         atexit.register(_leave)
@@ -256,7 +256,7 @@ def stop() -> None:
 
 
 def _leave() -> None:
-    """At exit, destroys a process group that was kept for later runs, as NCCL requires."""
+    """Destroys, at exit as NCCL requires, a process group that was kept for later runs."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -73,14 +73,14 @@ def reported_exit_code() -> int | None:
 
 
 def show_alive() -> None:
-    """Signals to the launcher that this agent is not stuck."""
+    """Shows the launcher that this agent (launch/agent.py) is not stuck."""
     if path := os.environ.get(EXIT_CODE_FILE):
         with suppress(OSError):  # the launcher has ended, or the disk is full
             Path(path).with_name(AGENT_ALIVE).touch()
 
 
 def leave_reasons(*lines: str) -> None:
-    """If `moe_exp.train` started the job, appends this rank's final error lines to the launcher's file."""
+    """If `moe_exp.train` started the job, appends this rank's final error lines to the file REASONS_FILE."""
     if path := os.environ.get(REASONS_FILE):
         with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
@@ -90,7 +90,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff
 
 
 def printable(text: str) -> str:
-    """Escapes control characters in `text`, e.g. from file names, as in Python strings."""
+    """Escapes control characters in `text`, e.g. from file names, in the same way as `repr`."""
     return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 

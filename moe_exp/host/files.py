@@ -1,4 +1,4 @@
-"""Atomic file writes, reading of JSON and YAML, checksums, and file name suffixes of documents."""
+"""Atomic file writes, reading of JSON and YAML, checksums, and suffixes of document files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def count_text(number: float, digits: int = 3) -> str:
 
 
 def scaled_text(number: float, units: Sequence[str], digits: int = 3) -> str:
-    """Number with `digits` digits in the first of `units` (1, 1000, 1000^2, ...) that keeps it below 1000."""
+    """Number of `digits` digits in the first of `units` (for 1, 1000, 1000^2, ...) that keeps it < 1000."""
     *smaller, largest = units
     limit = 1000 - 0.5 * 10 ** (3 - digits)  # from here on, rounding reaches the next unit
     for unit in smaller:
@@ -119,7 +119,7 @@ def read_yaml(path: Path, *, fix: str = "") -> Any:
 
 
 def shallow(text: str) -> str:
-    """Returns `text` (YAML); ValueError if brackets nest so deeply that PyYAML would take seconds."""
+    """Returns the YAML `text`; ValueError if brackets nest so deeply that reading it would take seconds."""
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth += 1 if bracket in "[{" else -1
@@ -199,7 +199,7 @@ class HashedFile:
 
 
 def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
-    """XXH3-128 of a file, 32 hex digits. A file of several blocks gets the hash from `BlockHash.of_all`."""
+    """XXH3-128 of a file, 32 hex digits. For files above `block_bytes`, the hash of `BlockHash.of_all`."""
     digest, buffer = BlockHash(block_bytes), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):  # one buffer, as allocation takes longer than hashing

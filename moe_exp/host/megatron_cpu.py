@@ -148,7 +148,7 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
 def find_spec(
     fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
 ) -> importlib.machinery.ModuleSpec | None:
-    """Import spec of a Megatron module, with `_Loader`; None with CUDA, where Python's own loader is used."""
+    """Import spec that loads a Megatron module by `_Loader`; None with CUDA (Python then loads it)."""
     if not INSTALLED:
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -230,7 +230,7 @@ INSTALLED = not torch.cuda.is_available()
 
 
 def refuse_if_too_late() -> None:
-    """Raises ImportError if a program imported megatron before moe_exp and the hook is needed."""
+    """Raises ImportError if the hook is needed but a program imported megatron before moe_exp."""
     if INSTALLED:
         raise ImportError("moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first.")
 

@@ -30,7 +30,7 @@ def patch_router(moe_utils: Any) -> None:
 
 
 def patch_latent_attention(multi_latent_attention: Any, linear: type) -> None:
-    """Lets Megatron build multi-latent attention without Transformer Engine, with Megatron's own `linear`."""
+    """Lets Megatron build multi-latent attention without Transformer Engine; `linear`: Megatron's Linear."""
     if not isinstance(multi_latent_attention.TELinear, type):
         # The names are then stand-ins, which Megatron mistakes for Transformer Engine's classes.
         multi_latent_attention.HAVE_TE = False
@@ -38,7 +38,7 @@ def patch_latent_attention(multi_latent_attention: Any, linear: type) -> None:
 
 
 class PartsOfSpec:
-    """Makes multi-latent attention of Megatron 0.19 use the norms of its spec, as older versions do."""
+    """Base class: lets Megatron 0.19's multi-latent attention use its spec's norms, as in older versions."""
 
     # Megatron's own rules require Transformer Engine if queries are not compressed.
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def refuse_cuda_graphs(capturable: bool) -> None:
 
 
 def write_in_the_rank(filesystem_async: Any, write: Callable[..., None], results: Any) -> None:
-    """Makes each rank write checkpoints itself by calling `write`, which puts results into `results`."""
+    """Makes each rank itself write checkpoints with `write`, which puts outcomes into the queue `results`."""
     # 0.16 writes in forked processes. From 0.17 on the rank writes in threads, and the queue has another name
     # and is in another process.
     filesystem_async._get_write_results_queue = lambda *args: results

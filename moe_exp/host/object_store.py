@@ -184,7 +184,7 @@ class Store:
             raise ConnectionError(f"{self._named(name)}: {rule}. Fix: try again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Downloads a file in parts, resuming an earlier try; ConnectionError if it differs from `known`."""
+        """Downloads a file in parts, resuming an earlier try; ConnectionError if `known` is outdated."""
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
         path.parent.mkdir(parents=True, exist_ok=True)

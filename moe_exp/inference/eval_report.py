@@ -81,7 +81,7 @@ class LayerUsage:
 
     @property
     def order_E(self) -> npt.NDArray[np.int64]:
-        """Experts, most specialised first; equally specialised experts are sorted by usage."""
+        """Experts, most specialised first; of equally specialised experts, most used first."""
         return np.lexsort((-self.shares_PE.mean(axis=0), -self.bits_E.round(12)))
 
     def to_json(self, sources: list[str]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
-    """Path suffixes with as few components as make them distinct, at most three; otherwise whole paths."""
+    """Shortest path suffixes, of one to three components, that are all distinct; if none are, whole paths."""
     for count in range(1, 4):
         names = ["/".join(Path(prefix).parts[-count:]) for prefix in prefixes]
         if len(set(names)) == len(names):

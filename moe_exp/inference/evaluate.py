@@ -322,8 +322,8 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Raises ValueError if data was tokenized differently from the training data; only warns if the data is
-    the run's own or if --allow-other-data is given.
+    """Raises ValueError if data was tokenized differently from the training data; only warns with
+    --allow-other-data, or if neither --data nor --data-of is given.
     """
     for source in sources:
         facts = token_files.tokenizer_facts(token_files.manifest_of(source.prefix))

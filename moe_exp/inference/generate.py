@@ -78,7 +78,7 @@ class Sampler:
 
 
 def candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Float64 probabilities (not renormalized) and ids of the K candidates, most probable first."""
+    """Float64 probabilities (not renormalized) and ids of the K tokens to draw from, most probable first."""
     logits_V = logits_V.double() / sampling.temperature
     probs_V, tokens_V = logits_V.softmax(0).sort(descending=True, stable=True)
     if sampling.top_k:
@@ -223,7 +223,7 @@ def generate(
 
 
 def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
-    """Generates text; rank 0 prints it as it arrives, or as JSON lines. Terminals also show the prompts."""
+    """Generates text; rank 0 prints it as it arrives (on a terminal, after the prompt) or as JSON lines."""
     as_json, out = plan.request.as_json, sys.stdout
     is_terminal = out.isatty() and not as_json
 

@@ -55,7 +55,7 @@ class Model:
 
         Args:
             prompt: the text to continue, at least one token.
-            max_new_tokens: maximum number of new tokens; the text also ends at the training's SEQ_LEN.
+            max_new_tokens: maximum number of new tokens; prompt + text never exceed the training's SEQ_LEN.
             temperature: divisor of the logits; 0 always chooses the most probable token.
             top_k: sample from the k most probable tokens; 0: from all.
             top_p: sample from the most probable tokens whose probabilities add up to this value.

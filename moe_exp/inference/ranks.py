@@ -144,8 +144,8 @@ def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> 
 def shared_batches(
     batches: Sequence[T], rank: Runtime, what: str, unit: str, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, bool]]:
-    """Yields this rank's batches, each with a flag, False for a batch that repeats another replica's and
-    must not count. Batch i belongs to replica i modulo the number of replicas. Rank 0 shows a progress bar.
+    """Yields (batch, counts) for this rank's batches; `counts` is False for a batch that only repeats another
+    replica's. Batch i belongs to replica i modulo the number of replicas. Rank 0 shows a progress bar.
     """
     # Expert parallelism may span replicas, so all of them must run every step: replicas without a batch in
     # the last step repeat its first batch, which then does not count.

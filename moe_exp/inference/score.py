@@ -1,5 +1,5 @@
 """Scores token ids: reads a .npy file of ids and writes a .npy file of logits, in batches. The batches are
-divided among the replicas, and the last stages of all replicas write their rows to the same file.
+divided among the replicas, and each replica's last pipeline stage writes its rows to the common file.
 """
 
 import io

@@ -24,10 +24,10 @@ def tokenizer_for(
     saved: Config, name: str, *, order: Mapping[str, Any] | None = None, allow_special: bool = False
 ) -> TextTokenizer:
     """Returns a tokenizer that encodes documents as in a run's training. `saved`: settings of the run;
-    `order`: facts on the training data from the run's checkpoint. `name`: a tokenizer.json or its folder, a
-    SentencePiece .model file, or `bytes`; empty: the run's tokenizer. `allow_special`: parse special tokens
-    such as <s> in the text. ValueError if the tokenizer is not found, has ids beyond the vocabulary, or lacks
-    the end-of-document token.
+    `order`: facts about the training data (`SampleOrder.facts`) in the run's checkpoint. `name`: a
+    tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: the run's tokenizer.
+    `allow_special`: parse special tokens such as <s> in the text. ValueError if the tokenizer is not found,
+    has ids beyond the vocabulary, or lacks the end-of-document token.
     """
     give = "pass --tokenizer with tokenizer.json or its folder"
     trained = (order or {}).get("tokenizer") or ""

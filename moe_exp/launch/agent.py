@@ -239,7 +239,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def _record_failures(self, ended: int) -> tuple[list[Record], int, list[dict[str, Any]]]:
-        """Writes an event per failed rank; returns last records, the last logged iteration and failures."""
+        """Writes an event per failed rank; returns recent records, last logged iteration and failures."""
         records: list[Record] = []
         with suppress(OSError):  # no file yet, or the file system is unavailable
             records = last_records(self._metrics) if self._metrics else []

@@ -106,7 +106,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
-    """Returns `given` for the ranks, without settings from a file that only repeat the preset's values."""
+    """Returns `given` for the ranks, without those settings from a file that are equal to the preset's."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
     # unless set, these are derived from other settings or the data
@@ -180,13 +180,13 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """Returns the ranks' arguments, with MASTER_ADDR and MASTER_PORT, whose variables torchrun changes."""
+    """Returns the ranks' arguments, with MASTER_ADDR and MASTER_PORT, as torchrun changes these variables."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 
 
 def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> int:
-    """Prints the plan even if files are missing; a full disk only causes a warning."""
+    """Prints `dry_run_text` even if files are missing; a full disk only causes a warning."""
     print(dry_run_text(config, flags, sources, start), flush=True)
     # the run may be for another machine, so problems of this one come after everything else
     if not (problems := machine_checks.check_files(config, with_space=False)):

@@ -54,7 +54,7 @@ def check_machine(config: Config) -> list[str]:
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
-    """Checks data, tokenizer and folders on every node and, if `with_space`, the disk space for the run."""
+    """Checks data, tokenizer and folders on this machine and, if `with_space`, the disk space for the run."""
     return [
         *data_problems(config),
         *_tokenizer(config),
@@ -328,7 +328,7 @@ def _load_dir(c: Config) -> Iterator[str]:
 
 
 def _data_of_converted(c: Config) -> Iterator[str]:
-    """Requires TRAIN_DATA for converted weights, because the embedded corpus has a different tokenizer."""
+    """Checks that TRAIN_DATA is set for converted weights: the embedded corpus has a different tokenizer."""
     for name in ("load_dir", "upcycle_from") if not c.train_data else ():
         with suppress(ValueError):  # reported by the checks of these settings
             value = getattr(c, name)
@@ -383,7 +383,7 @@ def disk_warnings(config: Config) -> list[str]:
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Checks disk space: on resume for the next checkpoint, else for one or all, depending on DISK_CHECK."""
+    """Checks disk space for the next checkpoint on resume, else for one or all checkpoints (DISK_CHECK)."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 

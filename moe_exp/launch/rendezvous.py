@@ -53,11 +53,11 @@ _MOST_CHARACTERS = 2000
 
 
 class RestartRendezvous(RendezvousHandler):
-    """Rendezvous of one node's agent at node 0's store; with one node, port 0 means any free port.
+    """Lets a node's agent meet the other nodes' in node 0's store; with one node, port 0 means any free port.
 
     Args:
         is_stopping: called while waiting for other nodes; returns True if a stop was requested.
-        join_seconds: timeout of the first round.
+        join_seconds: timeout for joining the first round.
         key: secret shared by the nodes of the job.
     """
 

@@ -62,8 +62,8 @@ def start_of(config: Config) -> Start:
 
 
 def _source(config: Config) -> _Source | None:
-    """The checkpoint that training would load now; None if only the ranks or another machine know it.
-    Raises ValueError if neither the run folder nor LOAD_DIR has a complete checkpoint.
+    """The checkpoint that training would load now; None if only the ranks, or only another machine,
+    can determine it. Raises ValueError if neither the run folder nor LOAD_DIR has a complete checkpoint.
     """
     if run_folder_problems(config) or config.remote_dir:
         return None
@@ -120,7 +120,9 @@ _ROUNDING = 1.01  # tolerance for rounded weights and for TRAIN_ITERS in whole b
 
 
 def data_warnings(config: Config) -> list[str]:
-    """Warns about tokenizers, token files read too often, and validation on one document or training data."""
+    """Warns about tokenizers that differ, token files read too often, and validation on one document or on
+    training data.
+    """
     with suppress(ValueError, OSError):  # reported by the checks of files
         if not config.train_data or needs_preparation(config):
             return list(validation_overlaps(config))

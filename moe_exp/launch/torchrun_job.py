@@ -73,7 +73,7 @@ _KEY_SECONDS = 10.0  # from the creation of the file until its content is visibl
 
 
 def shared_key(path: Path) -> str:
-    """Rendezvous key of a multi-node job; the first node writes it to `path`, readable only by the owner."""
+    """Rendezvous key of a multi-node job; the first call writes it to `path`, readable only by the owner."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         # O_EXCL: exactly one node creates the file, the others read its key
@@ -101,7 +101,7 @@ def run_job(
     ranks report an exit code, returns 128 + the signal's number, like a shell.
 
     Args:
-        config: settings of a training run. If None, nothing needs saving: the first signal kills the ranks.
+        config: settings of a training run. If None, the ranks save nothing: the first signal kills them.
         poll: called every 0.2 s. Its argument tells whether a stop was requested; its result tells
             whether it killed hung ranks.
     """
@@ -170,7 +170,7 @@ class _Stillness:
 
 
 class _Orphans:
-    """Ranks whose agent was killed: SIGTERM makes them save, and the launcher waits for their exit code."""
+    """Ranks whose agent was killed: they get SIGTERM and save, and the launcher waits for their exit code."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []

@@ -61,7 +61,7 @@ class AuxLoss:
 
     @property
     def needs(self) -> Loss:
-        """Scores and state of the router that the loss needs."""
+        """Which scores and state of the router the loss needs."""
         return LOSSES[self.kind] if isinstance(self.kind, str) else Loss(needs_scores=True)
 
 
@@ -135,7 +135,7 @@ def load_balancing_loss_share(
     For `l1`, `topk` is the target K, and `scores` are a ReLU router's weights, whose rows do not sum to 1.
 
     Args:
-        topk: number of slots per token (their mean number if it varies).
+        topk: number of slots per token (the mean, if it varies between tokens).
     """
     num_experts = scores.size(-1)
     num_tokens = _num_tokens(scores, num_tokens, group)
@@ -155,7 +155,7 @@ def sequence_balancing_loss_share(
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
-        counted_BSK: bool, True for slots that a token uses, if their number varies; None: all are used.
+        counted_BSK: bool, True for slots in use, if some tokens use fewer than others; None: all are used.
     """
     num_sequences, _, num_experts = scores_BSE.shape
     ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)

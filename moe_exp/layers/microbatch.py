@@ -215,7 +215,7 @@ def keep_within_capacity(
 def keep_full_tiles(
     expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, tile: int, use_kernels: bool | None = None
 ) -> Tensor:
-    """Bool mask [T, K] of slots to keep, which rounds each expert's row count down to a multiple of `tile`.
+    """Bool mask [T, K] of slots to keep; each expert's row count is rounded down to a multiple of `tile`.
 
     A grouped GEMM computes whole tiles of rows, and an expert's last tile is half empty on average. Each
     expert drops its slots of lowest weight; an expert with fewer slots than a tile keeps all slots. Token

@@ -211,7 +211,7 @@ class MoELayer(nn.Module):
     def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The experts chosen by score alone (without expert bias and groups), for the losses. Returns slots
         per expert [E], the experts [T, K] (can be None if a kernel did the routing), and a mask [T, K] of the
-        slots that count (None: all count).
+        slots to count (None: all slots).
         """
         # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss on the biased choice would work against the
         # bias.

@@ -1,4 +1,4 @@
-"""CPU functions of the layer, compiled from native.cpp with this machine's C++ compiler.
+"""CPU functions of the MoE layer, compiled from native.cpp with this machine's C++ compiler.
 
 Each function makes one pass over its data, where plain torch makes several. Plain torch is used for tensors
 that `takes` rejects. In bf16, plain torch rounds after each step; these functions round only the results, and

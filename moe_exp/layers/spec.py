@@ -248,13 +248,13 @@ class ProjectionNormAttention(GroupedAttention):
 
 
 class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
-    """MLASelfAttention that uses the modules of its spec and can restart positions at each document."""
+    """MLASelfAttention that always uses its spec's norms and can restart positions at each document."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Calls Megatron's method without `packed_seq_params`, which make it drop a batch dimension of 1."""
+        """Calls Megatron's method without `packed_seq_params`; with them, it drops a batch dimension of 1."""
         self.rotary_pos_emb.documents = packed_seq_params  # for RestartingPositions
         try:
             return super().get_query_key_value_tensors(

@@ -50,7 +50,7 @@ class MoEStatistics:
         self, decision: RoutingDecision, scores: Tensor, *, load_balancing_loss: Tensor, z_loss: Tensor,
         aux_losses: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Records a micro-batch. `scores`: see `RoutingDecision.for_losses`. Losses exclude coefficients.
+        """Records a micro-batch. `scores`: see `RoutingDecision.for_losses`. Losses: without coefficients.
 
         Raises:
             RuntimeError: if a CUDA graph is being captured outside the context `recorded`, because replays of
@@ -103,7 +103,7 @@ _is_recorded = False
 
 @contextmanager
 def recorded(layers: Sequence[MoEStatistics]) -> Iterator[None]:
-    """Context in which a CUDA graph ending with `update` can be captured; capture records no statistics."""
+    """Context for capturing a CUDA graph whose last call is `update`; the capture records no statistics."""
     global _is_recorded
     numbers, _is_recorded = [layer.num_microbatches for layer in layers], True
     try:

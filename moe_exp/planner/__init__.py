@@ -1,1 +1,1 @@
-"""Predicts the cost of a configuration from its settings: parameters, memory, FLOPs and time. No torch."""
+"""Predicts parameters, memory, FLOPs and time of a configuration from its settings, without torch."""

@@ -74,8 +74,8 @@ def fit(
 ) -> Fit[T]:  # fmt: skip
     """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
-    The leave-one-out error of a row is estimated by one Gauss-Newton step from the fit to all rows. Refitting
-    without the row gives a similar error (see `test_calibration.py`).
+    The leave-one-out error of a row is estimated by one Gauss-Newton step that starts at the fit to all rows.
+    Refitting without the row gives a similar error (see `test_calibration.py`).
 
     `prior` replaces the default priors of `kind` and narrows their spreads. Constants that affect no run are
     taken from `rest` (default: their prior); constants in `hold` are fixed at the values given there. `noise`
@@ -165,8 +165,8 @@ class Calibration:
 def calibrate(
     runs: Sequence[MeasuredRun], prior: Constants | None = None, rest: Constants | None = None
 ) -> Calibration:
-    """Fits all constants to trusted measurements; ValueError if no run has any. With few runs, the fit needs
-    a `prior`. Constants that affect no run are taken from `rest`, or without `rest` from the prior.
+    """Fits all constants to trusted measurements; ValueError if there are none. If there are few
+    runs, the fit needs a `prior`. Constants that affect no run are taken from `rest` (default: their prior).
     """
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
     if not with_memory and not with_time:

@@ -136,7 +136,7 @@ def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | N
 
 
 def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) -> str:
-    """Returns up to four changes of one setting that save memory: sufficient ones first, then by speed."""
+    """Returns up to four one-setting changes that save memory: sufficient before others, then by speed."""
     found = [lever for lever in levers(config, hardware, load_constants(), prediction) if not lever.problem]
     # a change below the error of the prediction is no help
     found = [lever for lever in found if lever.needed_bytes > 0.01 * prediction.memory_bytes]

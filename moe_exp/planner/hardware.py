@@ -49,7 +49,7 @@ class Hardware:
 
     @property
     def is_recent(self) -> bool:
-        """Whether the device is newer than Ampere; these have their own constants for predicting time."""
+        """Whether the device is newer than Ampere; time predictions use other constants for such devices."""
         return self.architecture not in ("cpu", "volta", "ampere")
 
     @property

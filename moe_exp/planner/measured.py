@@ -1,4 +1,4 @@
-"""Reads measured runs from a CSV: each row is a `PlannedJob` with its measurements. No torch.
+"""Reads measured runs from a CSV: each row is a `PlannedJob` with its measurements. Imports no torch.
 
 The columns are those of `profiles/measured_runs.csv`. Results (mem_gb in GiB, oom, sec_per_it in seconds per
 iteration) and trust flags (use_mem, use_time, quirk) may be missing or empty. A column named like a setting
@@ -201,7 +201,7 @@ def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
 
 
 def job_of_row(row: Mapping[str, str]) -> PlannedJob:
-    """Returns the job of a row, run by Megatron-DeepSpeed if zero_stage is 0 or 1, else by Megatron-Core."""
+    """Returns a row's job; its program is Megatron-DeepSpeed if zero_stage is 0 or 1, else Megatron-Core."""
     engine, row = _engine_of(row), _plain_row(row)
     of_deepspeed = row.get("zero_stage") in ("0", "1")
     config = Config.model_construct(None, **_settings(row, of_deepspeed))
@@ -339,7 +339,7 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
 
 
 def _plain_row(row: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns the row without the `Engine` columns, as if this package had done the run."""
+    """Returns the row with this package's closest settings instead of values that only `Engine` describes."""
     modules, precision = (row.get("recompute") or "").split(";"), row.get("precision") or ""
     has_engine = (
         any(row.get(name) for name in (*_OF_ENGINE, *_OTHERS_OF_ENGINE))

@@ -34,7 +34,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class PublishedError:
-    """Mean error of the predicted time over published runs of one kind."""
+    """Mean error of time predictions for published runs of one kind."""
 
     kind: str  # see `kind_of`
     rows: int  # number of runs
@@ -115,7 +115,7 @@ def _filled(kind: type[Any], values: dict[str, float]) -> Any:
 
 
 def kind_of(job: PlannedJob, hardware: Hardware) -> str:
-    """Returns the category of a run, such as `MoE within NVLink, FP8`, to find errors of published runs."""
+    """Returns the kind of a run, such as `MoE within NVLink, FP8`: its key in `Constants.published`."""
     config = job.config
     in_domain = config.ep * config.etp <= hardware.link_domain(config.gpus_per_node)
     model = ("MoE within NVLink" if in_domain else "MoE across nodes") if config.use_moe else "dense"

@@ -1,4 +1,4 @@
-"""The plan of one run, and reports on plans and layouts as tables or as values for `--json`. No torch."""
+"""The plan of one run, and tables or values (for `--json`) that describe plans and layouts. No torch."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ def plan_run(
     config: Config, hardware: Hardware, constants: Constants, *, num_tokens: int | None = None,
     price_per_gpu_hour: float | None = None, failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:  # fmt: skip
-    """Predicts a run and, with `failures` (see `goodput_of`), goodput. ConfigError for invalid settings."""
+    """Plans a run; with `failures` (see `goodput_of`), also its goodput. ConfigError for invalid settings."""
     raise_for(config.problems())
     budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
     cost = cost_of(config, hardware, **budget, constants=constants)
@@ -434,5 +434,5 @@ def _number(value: object) -> str:
 
 
 def _short(number: float, digits: int = 3) -> str:
-    """Formats a number with that many significant digits, or a number with more digits as an integer."""
+    """Formats a number with `digits` significant digits, or as an integer if that has more digits."""
     return f"{number:,.0f}" if number >= 10 ** (digits - 1) else f"{number:.{digits}g}"

@@ -88,7 +88,7 @@ def _scheduled(passes: Sequence[tuple[Pass, Pass]], count: int, chunks: int) -> 
 
 
 def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[Kind, int, int]]:
-    """Yields (kind, chunk, micro-batch) of a stage in order: warm-up, 1F1B, remaining backward passes."""
+    """Yields a stage's passes (kind, chunk, micro-batch) in order: warm-up, 1F1B, remaining backward ones."""
     total, group = count * chunks, stages * chunks
     # Megatron's number of warm-up passes, see `memory.micro_batches_in_flight`
     ahead = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages

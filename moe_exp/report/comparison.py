@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Loss of a run, or mean loss of several in their common range; `at`: position of each loss, by axis."""
+    """Losses of a run, or mean losses of several in their common range; `at`: the positions, by axis."""
 
     at: Mapping[str, Floats]
     loss: Floats
@@ -46,7 +46,7 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class Parity:
-    """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss both reach (mean over seeds)."""
+    """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss both reach (on means over seeds)."""
 
     run: Group
     other: Group
@@ -68,7 +68,7 @@ def tokenizer_of(run: RunRecords) -> str | None:
 
 
 def bits_per_nat(run: RunRecords) -> float:
-    """Bits per byte divided by nats per token, in the latest validation with both; NaN if there is none."""
+    """Loss in bits per byte divided by loss in nats per token (latest validation with both); NaN if none."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
     # the ratio depends only on tokens per byte of the text, not on the model
     both = np.isfinite(bits) & (nats > 0)
@@ -95,8 +95,8 @@ def loss_unit(runs: Sequence[RunRecords]) -> str | None:
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
     """Mean of the finite `values` in (x - window, x], each weighted by its span of x. `x` must increase.
 
-    A window consists of one or more whole records. The mean is NaN where the records cover less than `window`
-    or have no finite value.
+    A window consists of one or more whole records. The mean is NaN where all records so far cover less than
+    `window`, or those in the window have no finite value.
     """
     finite = np.isfinite(values)
     # differences of running sums compute the windows of all records in one pass
@@ -185,7 +185,7 @@ def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """Rounds up to four decimal places, so that a run that reached `loss` also reached the rounded loss."""
+    """Rounds `loss` upward, to four decimal places, so that a run that reached it also reached the result."""
     if not np.isfinite(loss):
         return loss
     # 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
@@ -195,7 +195,7 @@ def rounded_up(loss: float) -> float:
 class Overview:
     """Summary of a run at its end; NaN for missing measurements. Throughput is the median over the records.
 
-    `cost` is the cost of reaching `loss` in `unit`; None if the run did not reach `loss` or `unit` is None.
+    `cost` is the cost of reaching `loss` (in `unit`); None if the run did not reach `loss` or `unit` is None.
     """
 
     def __init__(self, run: RunRecords, loss: float, unit: str | None, window_tokens: float):
@@ -226,7 +226,7 @@ def seed_groups(runs: Sequence[RunRecords]) -> list[Group]:
 
 
 def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """Mean curve over the runs' common range of tokens; None without a curve or a common range."""
+    """Mean curve over the runs' common range of tokens; None if there is no curve or no such range."""
     curves = [found for run in group.runs if (found := run_curve(run, what, unit, window_tokens))]
     if len(curves) < 2:
         return curves[0] if curves else None
@@ -321,8 +321,8 @@ def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]
     """Settings in which runs differ: the name of each, and its value in every run as text.
 
     `(unknown)` stands for a setting that the run does not have, `–` for an MoE setting of a dense run. If
-    there are both dense and MoE runs, an MoE setting is listed if it differs between MoE runs or from the
-    default; NUM_EXPERTS, TOPK and MOE_TYPE are always listed.
+    there are both dense and MoE runs, an MoE setting is listed if any MoE run changes it from its default;
+    NUM_EXPERTS, TOPK and MOE_TYPE are always listed.
     """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):

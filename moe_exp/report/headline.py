@@ -19,7 +19,7 @@ AXES: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Mean, lowest and highest loss of a group's runs, except those in `left_out`, which lack this loss."""
+    """Mean, lowest and highest loss of a group's runs; runs without this loss are in `left_out` instead."""
 
     group: Group
     loss: float
@@ -189,7 +189,7 @@ def pair_text(pair: Parity, found: Ranking | None) -> str:
 
 
 def opposite_text(pair: Parity, found: Ranking | None) -> str:
-    """Returns a sentence if the run with fewer tokens to the same loss is worse at equal tokens, else ""."""
+    """Returns a sentence if the run that needs fewer tokens for a loss is worse at equal tokens, else ""."""
     lead = difference(pair, found)
     # no contradiction: fewer tokens to the same loss, and a lower loss at equal tokens
     if found is None or not (pair.shares.get("consumed_tokens", float("nan")) - 1) * lead < 0:

@@ -149,7 +149,7 @@ def report_html(
 
 
 def page_data(runs: Sequence[RunRecords], detail: float = 1.0) -> dict[str, Any]:
-    """JSON data for the page's script; `detail` scales the resolution."""
+    """JSON data for the page's script; `detail` scales its number of points."""
     # limits that keep the page far below 5 MB
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
     window, unit = window_of(runs), comparison.loss_unit(runs) or NATS
@@ -229,7 +229,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Each bucket's mean, minimum and maximum of finite values (NaN if none) and number of other values."""
+    """Per bucket: mean, minimum and maximum of the finite values (NaN if none); number of other values."""
     index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))
@@ -252,7 +252,7 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
 
 
 def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
-    """Expert load [columns, layers, experts] as uint16 (a fair share is LOAD_SCALE), and curves per layer."""
+    """Expert load over time, uint16 [columns, layers, experts] (LOAD_SCALE: fair share); curves per layer."""
     if not run.load.layers:
         return None
     num_columns = int(min(run_data.NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))

@@ -250,7 +250,7 @@ _EXPERT_CHARTS = (
 
 
 def experts_html(runs: Sequence[RunRecords]) -> str:
-    """Frame for the heatmaps and expert curves, and for each run a table of its layers."""
+    """Frame for the heatmaps and expert curves; also one table per run, of its layers."""
     with_experts = [run for run in runs if run.load.layers]
     if not with_experts:
         return '<p class="note">No run has records of expert load.</p>'
@@ -353,7 +353,7 @@ def ranks_html(runs: Sequence[RunRecords]) -> str:
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events in order. Drops checkpoints first, faults last; within a kind, oldest first."""
+    """At most `most` events, order kept. Drops checkpoints first, faults last; of a kind, oldest first."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         # False comes before True

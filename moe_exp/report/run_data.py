@@ -48,7 +48,7 @@ _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, "consumed_samples"), (*AXES, *
 
 
 class LoadHistory:
-    """Sums each layer's expert loads in time columns, each of which has about equally many records."""
+    """Sums each layer's expert loads per time column; all columns have about the same number of records."""
 
     def __init__(self, num_records: int):
         self._num_records = max(num_records, 1)
@@ -69,7 +69,7 @@ class LoadHistory:
             self.finish()
 
     def finish(self) -> None:
-        """Sums the records added since the last call together, because each numpy call has overhead."""
+        """Sums all records added since the last call in one step, because each numpy call has overhead."""
         waiting, self._waiting = self._waiting, []
         if waiting and not self._count(waiting):
             for one in waiting:  # their shapes differ
@@ -77,7 +77,7 @@ class LoadHistory:
                     self._means.append(np.full((1, len(LAYER_KEYS)), np.nan))
 
     def _count(self, records: Sequence[tuple[int, float, list[Mapping[str, Any]]]]) -> bool:
-        """Adds records of the same shape as the first; if a shape differs, adds nothing and returns False."""
+        """Adds `records`; if any differs in shape from the first one added, adds none and returns False."""
         try:
             of_records = [experts for _, _, experts in records]
             layers = [[layer["layer"] for layer in experts] for experts in of_records]
@@ -207,7 +207,7 @@ def latest(values: Floats) -> float:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values > SPIKE_FACTOR * median of the preceding SPIKE_WINDOW values, if >= 10 are finite."""
+    """Indices of values > SPIKE_FACTOR * median of the SPIKE_WINDOW values before (>= 10 of them finite)."""
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found
@@ -239,7 +239,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
 
 
 def run_problems(paths: Sequence[Path]) -> list[str]:
-    """Problems for paths that are not run folders; does not read any run."""
+    """Error messages for paths that are not run folders; does not read any run."""
     found = []
     for path in dict.fromkeys(paths):
         rule = "is not a run folder: it contains neither config.yaml nor metrics.jsonl"

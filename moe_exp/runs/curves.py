@@ -154,7 +154,7 @@ def _numbers(records: Records, key: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """Centered moving mean over up to `half_width` values per side, but fewer near both ends of a curve."""
+    """Centered moving mean over `half_width` values per side, or fewer near both ends of a curve."""
     # NaN stays NaN, to show gaps, and is excluded from the means around it
     known, places = np.isfinite(values), np.arange(len(values))
     sums = np.cumsum([0.0, *np.where(known, values, 0.0)])

@@ -159,7 +159,7 @@ def iter_metrics(path: Path) -> Iterator[Record]:
 
 
 def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
-    """Records in the last `num_bytes` of a metrics.jsonl, as the file of a long run is large."""
+    """Records in the last `num_bytes` of a metrics.jsonl, because the file of a long run is large."""
     with regular(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - num_bytes))

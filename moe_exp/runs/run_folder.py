@@ -116,7 +116,8 @@ def open_run_folder(
     """Creates or reopens the run folder; called by rank 0 only. ConfigError if it cannot be written.
 
     Args:
-        config: settings of this start, written to config.yaml; provenance.json records the changes.
+        config: settings of this start, written to config.yaml; provenance.json records the changes since
+            the previous start.
         argv: command line to record (default: sys.argv).
         resumed_from: iteration of this run's checkpoint that training resumes from, or None. If not
             None, changed settings that affect training are logged and recorded as an event.

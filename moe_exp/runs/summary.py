@@ -35,7 +35,7 @@ class Caller:
     problems: Callable[[Config], Iterable[str]] = Config.problems  # of a suggested run's settings
 
     def command_with(self, **changes: Any) -> str:
-        """The command with changed settings: in the environment if the user set them there, else as flags."""
+        """The command with `changes`, each in the environment if the user set it there, else as a flag."""
         settings = dict(self.environ)
         flags = []
         for name, value in changes.items():
@@ -82,7 +82,7 @@ def finish_run(
 
 
 def split_experts(records: Iterable[Record]) -> tuple[list[Record], dict[str, Any] | None]:
-    """Returns the records without `experts` (gigabytes in a long run), and the experts' load balance."""
+    """Returns the records without key `experts` (gigabytes in a long run), and the experts' load balance."""
     kept: list[Record] = []
     last: Records = ()  # layers of the last train record
     slots: dict[tuple[int, int], Floats] = {}  # sums over all train records, by (layer, E)

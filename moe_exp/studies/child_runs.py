@@ -1,4 +1,4 @@
-"""Runs of a study: starts `moe-exp train` for each case, locally or as a SLURM job, and explains failures.
+"""Starts a study's runs, one `moe-exp train` per case, locally or as SLURM jobs, and explains failures.
 
 SLURM jobs keep running when the command ends; repeat the command to collect their results. No torch.
 """
@@ -95,7 +95,7 @@ def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
 
 @contextmanager
 def held(folder: Path, name: str, what: str) -> Iterator[None]:
-    """Creates `folder` and locks it in the `with` block; ValueError for setting `name` if already locked."""
+    """Creates `folder` and locks it in the `with` block; ValueError about the setting `name` if locked."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):

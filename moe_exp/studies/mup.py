@@ -54,7 +54,7 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
 def models_of_axes(
     base: Config, widths: Sequence[int], experts: Sequence[int], parts: Sequence[int]
 ) -> dict[str, dict[int, Config]]:
-    """Returns, for each axis (such as width), its models by size; ConfigError if no axis has two models."""
+    """Returns the models by axis (such as width), then by size; ConfigError if no axis has two models."""
     if base.world_size > 1:
         rule, fix = "models are trained on one rank", "set GPUS_PER_NODE=1 and NNODES=1"
         raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
@@ -92,7 +92,7 @@ class Growth:
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
     """Returns how the first step's outputs, and their changes until the last step, grow with model size.
-    `measured` lists a run per seed for each size; a run has (mean output, mean change) by step and module.
+    `measured` has, for each size, one run per seed; a run has (mean output, mean change) by step and module.
     """
     sizes, found = np.log2(list(measured)), []
 

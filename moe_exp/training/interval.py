@@ -144,7 +144,7 @@ class Interval:
         return record
 
     def _reduced(self) -> list[list[float]]:
-        """Reduced over all ranks: losses, squared norm, bad iterations, memory, phases, layer statistics."""
+        """Losses, squared norm, bad iterations, memory, phases, layer statistics, reduced over all ranks."""
         sizes = len(self.config.all_moe_layers), self.row_width if self.config.use_moe else 0
         table = torch.zeros(sizes, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
@@ -163,7 +163,7 @@ class Interval:
         return [part.tolist() for part in vector.cpu().split([len(part) for part in parts])]
 
     def _max_vio(self) -> list[float]:
-        """MaxVio of each layer, averaged over the last global batches of the interval; 0 for dense layers."""
+        """MaxVio of each layer (0 if dense), mean over the interval's last batches (up to _MOST_BATCHES)."""
         # The counters only grow, so differences are the loads of single batches. MaxVio needs the load summed
         # over all ranks before the maximum; layers of other pipeline stages contribute zeros.
         sizes = len(self.loads) - 1, len(self.config.all_moe_layers), self.config.num_experts
@@ -205,7 +205,7 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Balancing loss, z-loss and AUX_LOSS_TYPE losses, mean over MoE layers; also a record per layer."""
+        """Balancing loss, z-loss and AUX_LOSS_TYPE losses (means over MoE layers), and a record per layer."""
         config = self.config
         if not config.use_moe:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
@@ -325,9 +325,9 @@ def measure_waits() -> None:
 class RankTimes:
     """This rank's own seconds in each of RANK_PHASES, exchanged every SLOW_RANK_EVERY iterations.
 
-    Own time excludes waits for other ranks. On a GPU, where this was not measured yet, the host does not
-    wait: the events around a phase are read one iteration later. On a GPU, own time also includes the
-    collectives of tensor and expert parallelism and of the optimizer, and a CUDA graph counts as forward.
+    Own time excludes waits for other ranks. On a GPU (not measured there yet), the host reads the events
+    around a phase one iteration later, so that it does not wait. Own time on a GPU also includes the
+    collectives of tensor and expert parallelism and of the optimizer; a CUDA graph counts as phase forward.
     """
 
     def __init__(self, config: Config, runtime: Runtime, model: Sequence[Any]):

@@ -378,7 +378,7 @@ def _is_multiple(iteration: int, interval: int) -> bool:
 
 
 def train_here(flags: Mapping[str, Any]) -> RunFolder:
-    """Trains as a rank of a job that another program has started, for `moe_exp.train`. Called by every rank.
+    """For `moe_exp.train`: trains as one rank of a job that another program started. Called by every rank.
 
     Raises:
         ConfigError, SaveError, ReplicaError, GuardEnd: on every rank, if the run cannot start or fails.

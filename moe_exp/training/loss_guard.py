@@ -1,5 +1,5 @@
 """Reacts to bad losses and corrupt computations: ends the run after consecutive bad steps, logs loss spikes
-or rolls back to before them, and rolls back after silent corruption.
+(and can roll back to a checkpoint before them), and rolls back after silent corruption.
 
 Every rank calls the guard with the same numbers after every iteration, so ranks agree without a collective.
 """
@@ -111,7 +111,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _before_corruption(self, progress: Progress, error: ReplicaError) -> GuardEnd:
-        """Rolls back to the newest checkpoint not newer than the last passed check; may exclude a host."""
+        """Rolls back to the latest checkpoint no later than the last passed check; may exclude a bad host."""
         config, folder, hosts = self._config, self._folder, sorted(set(error.hosts.values()))
         self._finish_save()
         names = (one.get("event") for one in iter_metrics(folder.metrics))

@@ -38,9 +38,9 @@ def read_microbatch(
     `dp_rank` (default: this rank).
 
     Returns:
-        The tensors of `split_batch` and `padding_mask` (True for filler), each of shape [B, S/C], this
-        rank's slice among C context parallel ranks; `num_counted`, the number of counted tokens on all C
-        ranks; and `documents`, or None without document masking. In training with MTP_NUM_LAYERS=K, also the
+        The tensors of `split_batch` and, with filler, `padding_mask` (True for filler): of each, this rank's
+        slice [B, S/C] among C context parallel ranks. Also `num_counted`, the number of counted tokens on all
+        C ranks, and `documents`, None without document masking. In training with MTP_NUM_LAYERS=K, also the
         tensors of `future_batch`; `num_future` [K], the number of counted tokens per layer; and
         `future_weight`, MTP_LOSS_COEFF / K, a tensor because a CUDA graph would freeze a Python number.
     """

@@ -86,7 +86,7 @@ class _TensorBoard:
 
 
 def tensorboard_name(name: str) -> str:
-    """Name of a curve in TensorBoard. The prefix makes `moe/` and `perf/` sort after `train/`."""
+    """Name of a curve in TensorBoard. The prefix `train_` sorts `moe/` and `perf/` after `train/`."""
     return f"train_{name}" if name.startswith(("moe/", "perf/")) else name
 
 

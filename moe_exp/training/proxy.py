@@ -102,7 +102,7 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs [number of modules, ...] and changes due to each module's own weights, both by name."""
+        """Outputs [number of modules, ...] and changes in them by updates of own weights, both by name."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()

@@ -1,7 +1,7 @@
 """Profiler traces, GPU memory snapshots and tensor dumps of chosen iterations and ranks.
 They cost nothing when off.
 
-    RUN/profile/trace_rank_R_iter_A-B.json.gz    PROFILE_ITERS, for https://ui.perfetto.dev or chrome://tracing:
+    RUN/profile/trace_rank_R_iter_A-B.json.gz    PROFILE_ITERS, for ui.perfetto.dev or chrome://tracing:
         operators with shapes and CPU memory; on a GPU, also kernels and GPU memory
     RUN/profile/memory_rank_R_iter_A-B.pickle    MEMORY_SNAPSHOT, for https://pytorch.org/memory_viz: every
         allocation of the caching allocator with its Python stack
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Records the iterations of PROFILE_ITERS and MEMORY_SNAPSHOT on the ranks of PROFILE_RANKS."""
+    """Records traces (PROFILE_ITERS) and memory histories (MEMORY_SNAPSHOT) on the ranks of PROFILE_RANKS."""
 
     def __init__(self, config: Config, runtime: Runtime, folder: RunFolder):
         self._folder, self._rank, self._device = folder.profile, runtime.rank, runtime.device
@@ -60,7 +60,7 @@ class Recorder:
         self._profiler: profile | None = None
 
     def begin(self, iteration: int) -> None:
-        """Starts recordings before an iteration. A run resumed inside a recording records the rest of it."""
+        """Starts recordings before an iteration. A run resumed inside a range records its remaining part."""
         for what, ranges in self._ranges.items():
             lasts = [min(last, self._last) for first, last in ranges if first <= iteration <= last]
             if what in self._begun or not lasts or iteration > lasts[0]:
@@ -164,7 +164,7 @@ class DumpedTensor:
     name: str
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
-        """Returns the tensor, or its rows `offsets[0]` to `offsets[0] + sizes[0]`."""
+        """Returns the tensor or, given `offsets`, its rows `offsets[0]` to `offsets[0] + sizes[0]`."""
         if not offsets:
             return torch.as_tensor(self.file.get_tensor(self.name))
         return torch.as_tensor(self.file.get_slice(self.name)[offsets[0] : offsets[0] + sizes[0]])

@@ -106,7 +106,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict
 
 
 class _Held(NamedTuple):
-    """Fingerprints of one rank by name; the first exchange has only a sum per kind, under the name ''."""
+    """Fingerprints of one rank by kind and name, or (`_sums_of_all`) one sum per kind under the name ''."""
 
     host: str
     problems: list[str]  # of the parameter groups
@@ -304,7 +304,7 @@ class GradientCheck:
         return self.is_requested or iteration % every == 0 or iteration == last
 
     def expect(self, compute: Callable[..., object]) -> float:
-        """Compares replicas' weights; computes reference gradients for `compared`; returns elapsed seconds.
+        """Compares replicas' weights; computes gradients that `compared` expects; returns elapsed seconds.
 
         `compute(dp_rank=...)` runs the iteration's forward and backward passes on that DP rank's batch.
         """
@@ -335,7 +335,7 @@ class GradientCheck:
         return seconds
 
     def compared(self) -> AbstractContextManager[None]:
-        """Context manager for the iteration; before gradients are summed, compares them to expected ones."""
+        """Context manager for the iteration; compares its gradients, not yet summed, to those of `expect`."""
         finalize = get_model_config(self._trained.model[0]).finalize_model_grads_func
 
         def compare_and_sum(*args: Any, **kwargs: Any) -> None:
@@ -349,7 +349,7 @@ class GradientCheck:
 
     @contextmanager
     def _before_sum(self, finalize: Callable[..., None]) -> Iterator[None]:
-        """In the `with` block, Megatron calls `finalize` before gradients are summed over ranks."""
+        """In the `with` block, Megatron calls `finalize` with gradients not yet summed over ranks."""
         settings = get_model_config(self._trained.model[0])
         kept = settings.finalize_model_grads_func, settings.no_sync_func
         settings.finalize_model_grads_func, settings.no_sync_func = finalize, None
@@ -418,7 +418,7 @@ _LEAST_BOUND, _MOST_BOUND = 1e-3, 0.1
 
 
 def _gaps(own: Tensor, other: Tensor) -> Tensor:
-    """Difference per parameter: relative for gradient norms; for sums of bits, 1 if they differ, else 0."""
+    """Gap per parameter: relative difference of gradient norms; for sums of bits, 1 if unequal, else 0."""
     if own.dtype == torch.int64:
         return (own != other).double()
     # small norms against the root mean square of all
@@ -432,9 +432,9 @@ def suspects(
 ) -> tuple[list[int], str]:
     """Ranks suspected of wrong results, and a text on what their gradients differ from.
 
-    Each argument has one value per rank: `replicas`, its model replica; `repeated`, how much its gradient
-    differs if the rank computes it again; `by_neighbour`, how much it differs if the rank's neighbor in the
-    preceding replica computes it.
+    Lists with one value per rank: `replicas`: number of its model replica; `repeated`: difference between its
+    gradient and the one it gets when it repeats the computation; `by_neighbour`: difference between its
+    gradient and the one that its neighbor in the preceding replica gets from the same computation.
     """
     if found := [rank for rank, gap in enumerate(repeated) if gap > bound]:
         return found, "that of the same computation, repeated"

@@ -61,7 +61,7 @@ class CheckpointManager:
 
     @heartbeat.during("checkpoint")
     def finish(self, *, is_last: bool = False) -> float:
-        """Waits for a pending save and reports it; returns the seconds waited. Raises like `save`."""
+        """Waits for a pending save and reports it; returns the seconds waited. SaveError as in `save`."""
         start = time.monotonic()
         # Errors are returned in `saved`, on every rank: training continues, as the next save may succeed.
         saved = self.writer.finish()
@@ -85,9 +85,9 @@ class CheckpointManager:
         return time.monotonic() - start
 
     def finish_written(self, ends: Sequence[IterationEnd]) -> float:
-        """Finishes a pending save (ASYNC_SAVE) once all ranks have written it; returns the seconds waited.
+        """Finishes a pending save (ASYNC_SAVE) if all ranks have written it; returns the seconds waited.
 
-        `ends`: one for each iteration whose results training has just read. Every rank must call this
+        `ends`: the ends of the iterations whose results training has just read. Every rank must call this
         function with the same `ends`.
         """
         return self.finish() if self.writer.is_pending and ends and not ends[-1].is_writing else 0.0
@@ -117,8 +117,8 @@ class CheckpointManager:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """Newest checkpoint of the run, also from REMOTE_DIR. If the run has none: the newest checkpoint in
-    LOAD_DIR, None if LOAD_DIR is not set, or ConfigError if LOAD_DIR has no checkpoint.
+    """Newest checkpoint of the run, from REMOTE_DIR if none is local. If the run has none: the newest
+    checkpoint in LOAD_DIR, None if LOAD_DIR is not set, or ConfigError if LOAD_DIR has no checkpoint.
     """
     try:
         if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run

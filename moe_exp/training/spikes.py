@@ -19,8 +19,8 @@ A spike is detected in
     the gradient  if z >= NORM_LASTING and norm >= NORM_FACTOR * level in NORM_TIMES consecutive iterations
                   (level of the norm); clipping handles a single large gradient
 
-A spike starts with the unusual iterations (z >= LOSS_EARLY or NORM_EARLY) directly before the alarm, because
-the gradient often rises one or two iterations before the loss. It ends after CALM_ITERATIONS
+A spike starts with the unusual iterations (z >= LOSS_EARLY or NORM_EARLY) directly before its detection,
+because the gradient often rises one or two iterations before the loss. It ends after CALM_ITERATIONS
 consecutive normal iterations, or after LONGEST iterations. In the second case, later values form a new level.
 """
 

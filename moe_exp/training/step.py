@@ -85,8 +85,8 @@ def train_step(
 ) -> Step:  # fmt: skip
     """One iteration: forward and backward over all micro-batches, optimizer, schedule.
 
-    `last`: the previous iteration, settled before the optimizer reads the learning rate. `check`:
-    when due, recomputes and compares this iteration's gradients.
+    `last`: the previous iteration; it is settled here, before the optimizer reads the learning rate.
+    `check`: if it is due, this iteration's gradients are computed again and compared.
     """
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
     # The batch ramp-up and the data stage determine the number and size of micro-batches.

@@ -130,8 +130,8 @@ _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 @dataclass(frozen=True)
 class Blame:
-    """Equal faults on one host, rank and device. `where` has the time of the first fault; `last` is
-    the time of the latest fault, or '' if no time is known.
+    """Equal faults on one host, rank and device. `where` is this place, with the time of the first fault;
+    `last` is the time of the latest fault, or '' if no time is known.
     """
 
     fault: Fault
@@ -164,7 +164,7 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def reported_by_runs(paths: Iterable[Path]) -> list[str]:
-    """Lines on the latest hangs and failed ranks, from run folders' events, which logs may lack."""
+    """One line per recent hang or failed rank, from the events of run folders; logs may lack these."""
     lines = []
     for run in (RunFolder(path) for path in paths if path.is_dir()):
         events = last_records(run.metrics) if run.metrics.exists() else []

@@ -90,7 +90,7 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
 
 
 def slurm_option(hosts: Collection[str]) -> str:
-    """The sbatch/srun option `--exclude=a,b` that excludes `hosts` (SLURM's names); empty if no hosts."""
+    """The sbatch/srun option `--exclude=a,b` for `hosts`, as SLURM names them; empty if no hosts."""
     return f"--exclude={','.join(hosts)}" if hosts else ""
 
 

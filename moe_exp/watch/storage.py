@@ -1,7 +1,8 @@
 """Save interval and disk space of a run: `moe-exp watch storage`. Does not import torch.
 
 The formulas are in planner/costs/saves.py. With ASYNC_SAVE, training waits for less than the duration d of a
-save, and a failure loses the save in progress. The formulas use d as an upper bound of time waited or lost.
+save, and a failure loses the save in progress. For the wait and for the
+lost save, the formulas use the upper bound d.
 """
 
 import math
@@ -28,7 +29,7 @@ _FEW_FAILURES, _FEW_HOURS = 2, 10.0  # minimum for an estimate of the time betwe
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a run; each is None until it is known."""
+    """Measurements of a run; None: not yet known."""
 
     iteration_seconds: float | None = None  # median of the latest train records
     save_seconds: float | None = None  # median over the saves
@@ -95,7 +96,7 @@ def save_advice(
 
     Args:
         save_interval: current SAVE_INTERVAL in iterations; 0: save only at the end.
-        mtbf_hours: mean time between failures of each of `num_nodes` nodes; None: as measured for the job.
+        mtbf_hours: mean time between failures of each of `num_nodes` nodes; None: the job's, as measured.
         restart_seconds: time from a failure to the next resume; None: measured.
     """
     if not found.iteration_seconds or not found.save_seconds:

@@ -109,7 +109,7 @@ _kept_weights = lru_cache(128)(axis_weights)
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Returns a key's name and offsets; for stacked layers, the layer's offset becomes part of the name."""
+    """Returns a fingerprint's name and offsets; for stacked layers, the layer offset moves into the name."""
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)
@@ -168,7 +168,7 @@ def read(folder: Path) -> Fingerprints | None:
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
     """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops optimizer fingerprints.
-    If `dtype` is set, weights of other dtypes get the fingerprints of the optimizer's main weights.
+    If `dtype` is set, weights that had another dtype get the fingerprints of the optimizer's main weights.
     """
     found: Fingerprints = {}
     for name, one in fingerprints.items():

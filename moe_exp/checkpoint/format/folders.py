@@ -73,7 +73,7 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 
 
 def usable(path: Path) -> list[Path]:
-    """Folders of the checkpoints, intact or damaged, that a run may resume from, newest first. `path` is a
+    """Folders of the checkpoints to try when a run resumes, newest first; some may be damaged. `path` is a
     checkpoints, run or iter_ folder. Skips checkpoints newer than the iteration in
     latest_checkpointed_iteration.txt; users write an older iteration into this file to resume from an
     earlier checkpoint. Raises ValueError if the file contains no number.
@@ -216,7 +216,7 @@ def set_latest(checkpoints: Path, iteration: int) -> None:
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Publishes `partial` by renaming it. If the process is killed, `recover` finds a complete checkpoint."""
+    """Publishes `partial` by renaming it. If the run is killed, `recover` keeps only complete checkpoints."""
     checkpoints = partial.parent
     final = iteration_folder(checkpoints, iteration)
     replaced, latest = final.with_name(final.name + REPLACED), checkpoints / LATEST
@@ -339,9 +339,9 @@ def checkpoints_folder(path: Path) -> Path | None:
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]:
     """Returns the size (bytes) of each checkpoint that no rule of `which_to_remove` keeps; `path` is a
-    checkpoints or run folder. The `last` newest are counted back from the latest checkpoint, which is always
-    kept. ValueError if the folder has no checkpoints, if `last` < 1, or if `best` > 0 and no checkpoint has a
-    validation loss.
+    checkpoints or run folder. The `last` newest are counted back from the one in
+    latest_checkpointed_iteration.txt, which is always kept. ValueError if the folder has no checkpoints, if
+    `last` < 1, or if `best` > 0 and no checkpoint has a validation loss.
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:

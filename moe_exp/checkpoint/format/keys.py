@@ -4,7 +4,7 @@ Megatron has several key styles for the same model. This package reads all of th
 
 - Layers: if all layers are alike, the key is `decoder.layers.X`, where X is the name within the layer, and
   the tensor has a layer axis in front. If there are dense and MoE layers, or if `singleton_local_shards` is
-  set (as by Megatron-LM's script), the key is `decoder.layers.<layer>.X`.
+  set (Megatron-LM's script sets it), the key is `decoder.layers.<layer>.X`.
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE layer: `pre_mlp_layernorm.weight` in the Transformer Engine spec and in this package,
   `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. Dense MLPs use the second key in all specs.

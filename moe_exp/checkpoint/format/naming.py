@@ -102,7 +102,7 @@ def is_optimizer(key: str) -> bool:
 
 
 def weight_keys(keys: Iterable[str]) -> list[str]:
-    """The keys that belong to the model's tensors."""
+    """The keys of the model's tensors, not of the optimizer's."""
     return [key for key in keys if not is_optimizer(key)]
 
 
@@ -118,8 +118,8 @@ def states(reader: CheckpointReader) -> list[str]:
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """Returns the logical tensors of an optimizer state, or of the weights if `state` is None, by name. In
-    this order, a reader that keeps KEEP_BYTES of recently read chunks reads most chunks only once.
+    """Returns the logical tensors of an optimizer state, or of the weights if `state` is None, by name. Their
+    order lets a reader that keeps KEEP_BYTES of recently read chunks read most chunks only once.
     """
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
@@ -151,8 +151,8 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """Returns the logical name of the tensor at `place` (leading indices) of a key, and which half of a
-    gated projection it is: `w` (gate), `v` (up) or ''.
+    """Returns the logical name of the tensor at `place` (leading indices) in the tensor stored under
+    `key`, and which half of a gated projection it is: `w` (gate), `v` (up) or ''.
     """
     numbers = list(place)
     if match := _STACKED.fullmatch(key):

@@ -62,7 +62,7 @@ def saved_start(common: Mapping[str, Any]) -> Start:
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:
-    """Settings in an iter_ folder, adapted to one rank and `changes`; ValueError if missing or damaged."""
+    """Settings of an iter_ folder, for one rank and with `changes`; ValueError if missing or damaged."""
     name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
     if not isinstance(saved, dict):

@@ -238,8 +238,9 @@ class StoredTensor:
 
 
 class CheckpointReader:
-    """Reads an iter_ folder; values are read on request. With `keep_bytes` > 0, the chunk read last stays
-    in memory, and earlier ones do if all fit in `keep_bytes`, for callers that read a chunk slice by slice.
+    """Reads an iter_ folder; values are read on request. With `keep_bytes` > 0, the last chunk read is kept
+    in memory, and earlier chunks are kept as long as all of them fit in `keep_bytes`. This helps callers that
+    read a chunk slice by slice.
     If `checksums` is false, reads are faster but do not check CRC-32s. Raises ValueError if the metadata is
     damaged.
     """

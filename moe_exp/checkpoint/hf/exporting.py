@@ -1,5 +1,5 @@
 """Converts checkpoints to Hugging Face folders and chooses the transformers architecture. To save memory, one
-process reads one tensor of one layer at a time, for all experts of the layer.
+process reads one tensor of one layer at a time; a tensor of experts is read for all experts of the layer.
 """
 
 import contextlib
@@ -182,7 +182,7 @@ class _Weights:
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
     def values(self, piece: MappedPiece) -> Tensor:
-        """Reads a piece's values. Reads all experts of a layer together, as one chunk may hold them all."""
+        """Reads a piece's values. Reads a layer's experts at once, as one stored chunk may hold them all."""
         stored = self.stored[piece.key]
         num_axes = len(piece.theirs[0].shape) - (piece.join == "flat") + (piece.expert is not None)
         num_layer_axes = len(piece.shape) - num_axes

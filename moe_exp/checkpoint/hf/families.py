@@ -84,7 +84,7 @@ DEFAULTS = _DEFAULTS_OF_ERNIE | NO_DROPOUT
 
 
 def sized(length: int, groups: int | None = None, epsilon: float = 1e-6, **others: Any) -> dict[str, Any]:
-    """Default fields for a maximum length, key/value heads (None: one per query head) and norm epsilon."""
+    """Field defaults with a maximum length, key/value heads (None: one per query head) and norm epsilon."""
     sizes = {"max_position_embeddings": length, "num_key_value_heads": groups, "rms_norm_eps": epsilon}
     return DEFAULTS | sizes | others
 

@@ -1,5 +1,6 @@
 """Tables of architectures with at least one of: sliding windows, sinks, layers without rotary embedding,
-nonstandard norms, nonstandard value heads, attention parallel to the MLP. ARCHITECTURES has all tables.
+nonstandard norms, nonstandard value heads, attention parallel to the MLP. ARCHITECTURES also has those of
+families.py.
 """
 
 from dataclasses import replace

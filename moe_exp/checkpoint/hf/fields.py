@@ -44,7 +44,7 @@ class FieldRule:
 def field_rule(
     *names: str, write: Callable[[Config], dict[str, Any]], traits: Traits | None = None
 ) -> Callable[[Callable[[Fields], Settings]], FieldRule]:
-    """Decorator that makes a rule for fields from the function that reads these fields."""
+    """Decorator that turns a function that reads fields into the rule for these fields."""
     return lambda read: FieldRule(names, read, write, traits or {})
 
 
@@ -134,8 +134,8 @@ def windows(
             layers have a window or no layer has one.
         names: further fields that `has_window` reads.
         switched: whether `use_sliding_window=false` disables windows.
-        rotated: whether, if `sliding_window` is not null, only layers with a window and layers for which
-            `also_rotated` is true have a rotary embedding.
+        rotated: whether rotary embeddings are only in layers with a window and layers for which
+            `also_rotated` is true, if `sliding_window` is not null.
         unused: value of `sliding_window` for a model without windows, if null is not allowed.
     """
 
@@ -259,7 +259,7 @@ def last_layer_is_moe(fields: Fields) -> Settings:
 def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> FieldRule:
     """Rule for a field that lists the kind of each layer. If the field is missing, the first
     `num_dense(fields)` layers are dense; if `num_dense` is None, only the first layer is dense, as in
-    transformers, which, unlike other software, ignores first_k_dense_replace.
+    transformers, which ignores first_k_dense_replace (other software does not).
     """
 
     def read(fields: Fields) -> Settings:
@@ -321,7 +321,7 @@ def hunyuan_experts(fields: Fields) -> Settings:
 
 
 def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> FieldRule:
-    """Rule for group-limited top-k in model classes that rank a group by its top experts (number: `best`).
+    """Rule for group-limited top-k in model classes that rank a group by its `best` top experts.
     `methods`: values of `topk_method` without groups and with groups.
     """
 

@@ -165,7 +165,7 @@ def from_hf(
 
 
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
-    """Architecture that a config.json names; UnsupportedModel if it is not supported."""
+    """Architecture that a config.json names; raises UnsupportedModel if it is not supported."""
     names = fields.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise refuse("architectures", names, "must be a list of class names", "correct the config.json")
@@ -182,7 +182,7 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
 def settings_of(
     fields: Mapping[str, Any], architecture: Architecture, *, ignore: Collection[str] = ()
 ) -> Settings:
-    """All settings of the model; UnsupportedModel for the first unsupported field that is not in `ignore`."""
+    """All settings of the model; raises UnsupportedModel for the first unsupported field not in `ignore`."""
     is_read = architecture.name == "GptOssForCausalLM" and is_mxfp4(fields)
     if fields.get("quantization_config") and "quantization_config" not in ignore and not is_read:
         how = fields["quantization_config"]
@@ -220,7 +220,7 @@ def settings_of(
 
 
 def _check_counts(folder: ModelFolder) -> None:
-    """Refuses layer or expert counts too large for the folder's tensors, before generating tensor names."""
+    """Refuses layer or expert counts too large for the folder's tensors; call before generating names."""
     rows = (weight.shape[0] for weight in folder.weights.values() if weight.shape)
     most = max(1024, len(folder.weights), *rows)
     for name in _COUNTS:
@@ -284,7 +284,7 @@ def _match(
 
 
 def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.dtype:
-    """DTYPE for training: `dtype`, or the embedding's dtype. Refuses to join tensors of different dtypes."""
+    """DTYPE for training: `dtype`, or if None the embedding's; tensors to join must then share one dtype."""
     if dtype is not None:
         return TORCH_DTYPES[dtype]
     by_key: dict[str, set[str]] = {}

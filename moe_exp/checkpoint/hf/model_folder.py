@@ -264,13 +264,13 @@ def write_shards(
 
 
 def copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
-    """Copies the files of a folder that match a pattern."""
+    """Copies the files in `source` that match any of `patterns`."""
     for path in filter(Path.is_file, chain.from_iterable(map(source.glob, patterns))):
         shutil.copyfile(path, target / path.name)
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copies the tokenizer file(s) that `source` is or contains; returns whether a tokenizer.json exists."""
+    """Copies the tokenizer file(s) that `source` is or contains; returns whether it copied tokenizer.json."""
     files = {name: source / name for name in TOKENIZER_FILES}
     files = {"tokenizer.json": source} if source.is_file() else files
     found = {name: path for name, path in files.items() if path.is_file()}
@@ -377,8 +377,8 @@ def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, 
 def write_generation_config(
     folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
 ) -> None:
-    """Copies generation_config.json from `like` and sets the ids in `trained`. If `like` has no such file,
-    writes the ids in `fields`.
+    """Copies generation_config.json from `like`, with token ids set from `trained`. If `like` has no such
+    file, writes the token ids in `fields`.
     """
     if like is not None and (like / GENERATION).is_file():
         old = read_json(like / GENERATION)

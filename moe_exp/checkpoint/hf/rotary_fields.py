@@ -1,4 +1,4 @@
-"""Rules for rotary embeddings in a config.json: one for all layers, or one per kind of layer."""
+"""Rules for rotary embeddings in a config.json: the same one in all layers, or one per kind of layer."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ def rope(
     theta: float, *, fraction: float | None = None, stretches: bool = False, default: Fields | None = None
 ) -> FieldRule:
     """Rule for the rotary embedding. Default values: `theta` for the base, `fraction` for the rotated
-    fraction of a head (None: only 1 is allowed), `default` if both `rope_parameters` and `rope_scaling` are
+    fraction of a head (None: only 1 is allowed), `default` for `rope_parameters` if `rope_scaling` is also
     missing.
     `stretches`: whether `alpha` scales the base if the type is `dynamic` (Hunyuan).
     """

@@ -1,10 +1,11 @@
 """Rules that map Hugging Face tensors to checkpoint tensors, and functions that join and split tensors.
 
 Letters are sizes: D hidden, V vocabulary, Q all query heads, K all key heads, W all value heads, O all
-results of value heads (one per query head), H one head, h number of query heads, F dense MLP, f one expert, S
-the shared expert, E experts; G is 2f and T is 2S, gate and up together. With multi-head latent attention, the
-rank of compressed queries is A and that of compressed keys is B; R is B plus the rotary part of a
-key; N is all queries; M is all values plus all keys without the rotary part; O is all values.
+attention outputs (for each query head one, of a value head's size), H one head, h number of query heads, F
+dense MLP, f one expert, S the shared expert, E experts; G is 2f and T is 2S, gate and up together. With
+multi-head latent attention, the rank of compressed queries is A and that of compressed keys is B; R is B plus
+the rotary part of a key; N is all queries; M is all values plus all keys without the rotary part; O is all
+values.
 
 Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours"), all reversible:
 
@@ -103,7 +104,7 @@ def sizes_of(config: Config, *, has_window: bool = False) -> dict[str, int]:
 
 
 def joined_shape(join: str, parts: list[tuple[int, ...]], config: Config) -> tuple[int, ...]:
-    """Shape of our tensor, given the shapes of theirs."""
+    """Shape of our tensor, given the Hugging Face shapes."""
     if join == "padded":
         return (config.padded_vocab_size, *parts[0][1:])
     if join == "flat":
@@ -119,7 +120,7 @@ def joined_shape(join: str, parts: list[tuple[int, ...]], config: Config) -> tup
 
 
 def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
-    """Joins their tensors into ours."""
+    """Joins Hugging Face tensors into ours."""
     if join == "plain":
         return parts[0]
     if join == "padded":
@@ -151,7 +152,7 @@ def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
 
 
 def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: Config) -> list[Tensor]:
-    """Splits our tensor into theirs, as views if possible; drops padding rows of the vocabulary."""
+    """Splits our tensor into Hugging Face tensors, as views if possible; drops padding vocabulary rows."""
     if join == "padded":
         return [ours[: shapes[0][0]]]
     if join == "flat":
@@ -191,7 +192,7 @@ def _unpadded(values: Tensor, config: Config) -> Tensor:
 
 
 def _reordered(part: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """Reshapes each head's channels, or each expert's rows, to `sizes` and swaps these two axes."""
+    """Reorders each head's channels, or each expert's rows: reshapes them to `sizes` and transposes."""
     return part.unflatten(0, (-1, *sizes)).transpose(1, 2).flatten(0, 2)
 
 
@@ -267,8 +268,8 @@ def _pieces_of(
 
 
 def by_expert(piece: MappedPiece) -> Iterator[tuple[MappedPiece, int | None]]:
-    """If the piece's `join` reorders each expert's values (which takes a copy), yields a piece and index for
-    each expert; otherwise yields the whole piece and None.
+    """If the piece's `join` reorders each expert's values (which requires a copy), yields each expert's
+    part of the piece, with the expert's index; otherwise yields the whole piece and None.
     """
     if piece.join not in _OF_EXPERTS:
         yield piece, None
@@ -284,7 +285,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def misfits(needed: Shapes, found: Shapes, unused: Sequence[str], of_other_types: Sequence[str] = ()) -> str:
-    """Returns a text such as 'missing: a, b; unused: c' with the first five tensors of each kind, or ''."""
+    """Describes misfits, for example 'missing: a, b; unused: c' (at most five of each kind); '' if none."""
     others = []
     for name, shape in needed.items():
         if found.get(name, shape) != shape:

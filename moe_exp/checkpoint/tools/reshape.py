@@ -121,7 +121,7 @@ def reshape(
 
 
 class _Work:
-    """Plans reads and writes of `reshape`. Raises ValueError if `changes` do not apply to the checkpoint."""
+    """What `reshape` has to read and write. Raises ValueError if `changes` do not apply to the checkpoint."""
 
     def __init__(self, reader: CheckpointReader, changes: Reshaping, values: Tensors | None):
         self.reader, self.changes, self.values = reader, changes, values
@@ -189,7 +189,7 @@ class _Work:
             yield key + suffix, part.reshape((1,) * len(axes) + part.shape), shape, offsets
 
     def _styled(self, key: str, name: str) -> tuple[str, list[tuple[int, int]]]:
-        """Returns a logical tensor's key in the new style; for layer and expert axes, (index, axis size)."""
+        """Returns a logical tensor's key in the new style, and (index, size) of its layer and expert axes."""
         key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
         key = key[:-2] if key.endswith(("_w", "_v")) else key
         (layer, _), expert, axes = naming.layer_of(name), _expert_of(name), []
@@ -241,10 +241,10 @@ def _expert_of(name: str) -> int:
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """Weights of `number` checkpoints, oldest first; they sum to 1. `name` is one of: the learning rate
-    decay that the average replaces (`uniform` for linear decay, `1-sqrt`, `cosine`, `inverse-sqrt`); `ema`,
-    where each weight is `ema_decay` times the next; comma-separated numbers. ValueError if the name is
-    unknown or the numbers are invalid.
+    """Weights of `number` checkpoints, oldest first; they sum to 1. With `uniform` (for linear),
+    `1-sqrt`, `cosine` or `inverse-sqrt` as `name`, the average replaces a learning rate decay of this shape;
+    with `ema`, each weight is `ema_decay` times the next; otherwise, `name` is comma-separated numbers.
+    ValueError if the name is unknown or the numbers are invalid.
     """
     if name in _DECAYS:
         decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]

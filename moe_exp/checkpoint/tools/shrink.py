@@ -58,7 +58,7 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
     """Rewrites a torch.save file if the new file is smaller and contains the same values. Writes to `target`,
-    which must not exist, or replaces the old file if None. The new file keeps permissions and times.
+    which must not exist, or, if None, replaces the old file. The new file has the old permissions and times.
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
@@ -131,7 +131,7 @@ class _Unsupported(ValueError):
 
 
 def _nodes(value: Any, where: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yields path and value of all nested containers and items, in order; enters each container only once."""
+    """Yields key path and value of `value` and its nested items, in order; enters each container once."""
     yield where, value
     seen = set() if seen is None else seen
     if isinstance(value, dict | list | tuple) and id(value) not in seen:
@@ -168,7 +168,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass
 class _Island:
-    """Overlapping views of one storage, which stay shared. torch.save requires one dtype for all views."""
+    """Overlapping views, still shared in the new file. torch.save requires one dtype for all views."""
 
     low: int
     high: int
@@ -250,7 +250,7 @@ def _islands_of(tensors: Sequence[Tensor]) -> Iterator[_Island]:
 
 
 def difference(a: Any, b: Any) -> str:
-    """First difference between two loaded files (structure, values, shared tensors); empty if equal."""
+    """First difference (in structure, values or tensor sharing) between two loaded files; empty if equal."""
 
     def alike(a: Any, b: Any) -> bool:
         # Tensors are compared bit by bit. Containers are skipped, since _nodes also visits their items.

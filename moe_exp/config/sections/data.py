@@ -168,7 +168,7 @@ class DataSettings(OptimizerSettings):
         return json.dumps(changed) if changed else ""
 
     def microbatch_samples(self, seq_len: int) -> int:
-        """Micro-batch size of a stage whose samples have `seq_len` tokens, in samples of SEQ_LEN tokens.
+        """Micro-batch size, in samples of SEQ_LEN tokens, of a stage with samples of `seq_len` tokens.
 
         It is MBSZ, but at least one sample of the stage (seq_len / SEQ_LEN).
         """
@@ -180,7 +180,7 @@ class DataSettings(OptimizerSettings):
     ) -> tuple[_Settings, list[str]]:  # fmt: skip
         """Moves stages with from_tokens to a batch start; returns new settings and a message per moved stage.
 
-        `consumed`, `skipped`: see `stage_begin_problems`. Stages in `begun` keep their first sample.
+        `consumed`, `skipped`: see `stage_begin_problems`. Stages that have begun (`begun`) keep their start.
         """
         given, lines = self._given_stages, []
         for number, (stage, found) in enumerate(zip(given, self.stages[1:], strict=True), 1):

@@ -61,7 +61,7 @@ class LaunchSettings(BaseModel):
 
     @property
     def rendezvous_port(self) -> int:
-        """MASTER_PORT or its default: on one node it is 0, and torchrun's agent chooses a free port."""
+        """MASTER_PORT or its default. On one node the default is 0: torchrun's agent chooses a free port."""
         return self.master_port or (23456 if self.nnodes > 1 else 0)
 
     def problems(self) -> Iterator[str]:

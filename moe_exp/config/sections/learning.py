@@ -39,7 +39,7 @@ class Batches(NamedTuple):
 
     RAMPUP_BATCH_SIZE is START INCREMENT SAMPLES. SAMPLES is divided equally among n = (GBSZ - START) /
     INCREMENT steps, so after c samples the batch size is START + floor(c / (SAMPLES / n)) * INCREMENT.
-    Megatron-Core has had no calculator for such ramp-ups since version 0.18.
+    Since version 0.18, Megatron-Core has no calculator for such ramp-ups.
     """
 
     gbsz: int
@@ -61,8 +61,8 @@ class Batches(NamedTuple):
     ) -> list[RampStep]:
         """Iterations at each batch size after `consumed` samples, in order; unused sizes are omitted.
 
-        If `num_samples` is given, the last iteration reaches this number of samples; otherwise, the steps
-        cover `iterations` iterations (default: TRAIN_ITERS).
+        If `num_samples` is given, the last iteration reaches this total of consumed samples; otherwise, the
+        steps cover `iterations` iterations (default: TRAIN_ITERS).
         """
         found, left = [], self.train_iters if iterations is None else iterations
         while consumed < num_samples if num_samples is not None else left:
@@ -151,7 +151,7 @@ class LearningSettings(ParallelSettings):
         return Batches(self.gbsz, self.rampup, self.train_iters)
 
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
-        """MTP_LOSS_COEFF after `consumed_samples`; its schedule, like LR's, counts GBSZ-sized batches."""
+        """MTP_LOSS_COEFF after `consumed_samples`; its schedule's iterations are GBSZ samples, like LR's."""
         batches, last = consumed_samples / self.gbsz, self.decay_end
         pieces = parsers.value_pieces(str(self.mtp_loss_coeff))
         return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))

@@ -268,8 +268,8 @@ class ModelSettings(LaunchSettings):
         yield from self.without_effect("rope_scaling", names, "yarn")
 
     def without_effect(self, switch: str, names: Sequence[str], needed: str = "") -> Iterator[str]:
-        """Yields an error line for each non-default setting in `names`, which have no effect unless the
-        setting `switch` is `needed` (default: any value except 0 and none).
+        """Yields an error line for each setting in `names` that is set without effect: it differs from its
+        default, but the setting `switch` is not `needed` (empty: it is 0 or none).
         """
         value, switch = as_given(getattr(self, switch)), switch.upper()
         if value == needed if needed else value not in ("0", "none"):

@@ -15,7 +15,7 @@ from moe_exp.config.traits import experts, model
 
 
 class ExpertSettings(RouterSettings):
-    """Settings of the section Mixture of experts, from MOE_TYPE on."""
+    """Settings of the section Mixture of experts: MOE_TYPE and those after it."""
 
     moe_type: Literal["moe", "dmoe"] = experts(
         "dmoe", "type of the MoE layers; moe: experts drop tokens above their capacity; dmoe: dropless"
@@ -113,7 +113,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Whether each layer is an MoE layer. If MOE_LAYER_FREQ is a list, the result has its length."""
+        """Whether each layer is an MoE layer. If MOE_LAYER_FREQ is a list, the result is equally long."""
         if not self.use_moe:
             return [False] * self.num_layers
         return self.layers_in(self.moe_layer_freq, self.first_k_dense)

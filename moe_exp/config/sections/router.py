@@ -45,10 +45,10 @@ class RouterRules:
         bias: learn a bias per expert, added to the logits (`add_bias_linear` of a TransformerConfig,
             ADD_BIAS_LINEAR).
         expert_bias: keep a bias per expert that is added to the scores when experts are chosen, but not to
-            the weights (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
-        bias_rule: how to set the expert bias after a batch (ROUTER_BIAS_RULE): `sign` moves it one step
-            towards the mean load, `quantile` sets it to the value that would have balanced the batch
-            (router/balance.py).
+            the weights (on if ROUTER_BIAS_UPDATE_RATE is above 0 or ROUTER_BIAS_RULE=quantile).
+        bias_rule: how to set the expert bias after a batch (ROUTER_BIAS_RULE): `sign` changes it by one
+            step, so that the load moves towards the mean; `quantile` sets it to the value that would have
+            balanced the batch (router/balance.py).
         bias_update_rate: step size of the rule `sign` (ROUTER_BIAS_UPDATE_RATE).
         global_fractions: store each expert's share of the tokens of the last global batch, for the loss
             `global_aux_loss`.
@@ -202,7 +202,7 @@ class RouterRules:
 
     @property
     def has_free_number(self) -> bool:
-        """Whether a token's scores set its number of experts. K is then its maximum (with ReLU its mean)."""
+        """Whether a token's scores decide how many experts it uses: at most K (with ReLU, K on average)."""
         return self._uses_positive or self.top_p < 1
 
     @property

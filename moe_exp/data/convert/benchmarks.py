@@ -33,7 +33,7 @@ class Benchmark:
 
     @property
     def files(self) -> list[Path]:
-        """The file with the texts; empty if lm-eval finds the task by its name."""
+        """The JSONL or YAML file; empty if lm-eval finds the task by its name."""
         is_file = not self.task or self.task.endswith((".yaml", ".yml"))
         return [expanded(self.task or self.given)] if is_file else []
 
@@ -100,7 +100,7 @@ def contamination_block(index_folder: Path) -> Any:
 
 def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> dict[str, Any]:
     """Writes the benchmarks' n-grams, one file per task, like datatrove's indexer, but without lighteval.
-    Keeps an existing index: running tasks may be reading it, and building a new index may need the network.
+    Keeps an existing index: conversion tasks may be reading it, and building one may need the network.
 
     Returns:
         The totals `num_texts`, `num_ngrams` and `num_short` (texts of fewer than NGRAM_WORDS words, which

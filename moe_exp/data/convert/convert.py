@@ -108,7 +108,7 @@ def convert(
 
     Raises:
         ValueError: settings are invalid or differ from those of an existing output; an input or benchmark is
-            in the output folder; the document counts do not agree.
+            in the output folder; the final counts show lost or repeated documents.
         BadDocument: a line is invalid and `skip_bad` is not set.
         ChildProcessError: a task's process died.
     """
@@ -210,7 +210,7 @@ def _names_below(inputs: Sequence[Path]) -> tuple[str, list[str]]:
 def _publish(
     stage: CorpusStage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Checks the tasks' results against each other, the inputs and the files; then publishes the folder."""
+    """Checks the tasks' results against each other, the input files and the chunks; publishes the folder."""
     # a lost or repeated document would go unnoticed in a corpus: every count must agree
     names = [f"{task:05d}.json" for task in range(main.num_tasks)]
     of_tasks = [[read_json(folder / name, fix=MAKE_AGAIN) for folder in counted] for name in names]

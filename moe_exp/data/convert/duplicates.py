@@ -1,4 +1,4 @@
-"""Removes duplicates with datatrove: passes find duplicates, and filters keep one document of each set.
+"""Removes duplicates with datatrove: finds them in several passes, then filters out all but one of each set.
 
 Exact duplicates are found by a hash of the text, near-duplicates by MinHash in three passes: signatures,
 pairs, clusters. If the word n-grams of two texts have the Jaccard similarity s, the texts become a pair with
@@ -184,7 +184,7 @@ def cluster_near_duplicates(folder: str, num_tasks: int, *_: Any) -> Any:
 
 
 def _by_preference(folder: str, nodes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Order of the nodes: longest text first; among equally long texts, smallest hash first."""
+    """Order of the nodes (documents): longest text first; among equally long texts, smallest hash first."""
     ranks = np.empty(len(nodes), dtype=_RANK)
     tasks = (nodes >> np.uint64(32)).astype(np.int64)
     for task in np.unique(tasks).tolist():
@@ -216,7 +216,7 @@ def near_filter(folder: str) -> Any:
 
 @dataclass
 class NearDuplicateFilter(Filter):
-    """Filter that runs `near_filter`; its samples for the user show clusters, not single documents."""
+    """Filter that runs `near_filter`; its samples show removed documents next to the kept one."""
 
     folder: str
 

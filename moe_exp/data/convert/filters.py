@@ -108,7 +108,7 @@ class Counts(Counted):
     samples: list[dict[str, Any]] = field(default_factory=list)  # some of the dropped documents
 
     def check(self, who: str) -> None:
-        """Raises ValueError unless the dropped and written texts, before edits, add up to the texts read."""
+        """Raises ValueError unless the texts dropped and written (edits undone) add up to the texts read."""
         # an edited document enters as its old text and leaves as its new one
         before = reduce(iadd, (self.read, *(new for _, new in self.edited.values())), Tally())
         old = (tally for tally, _ in self.edited.values())

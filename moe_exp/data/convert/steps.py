@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class WriteChunk:
-    """Last step: writes a temporary file, reads it back, and publishes it if all counts agree."""
+    """Last step: writes a temporary file, reads it back, and publishes it if the counts reveal no loss."""
 
     folder: Path
     stem: str  # start of the name of each task's file, such as `STEM.00003.jsonl`

@@ -52,7 +52,7 @@ def download(
     files of a local source are not copied.
 
     Args:
-        source: source to download; the embedded standard library has no files to download.
+        source: source to download; Python's standard library (embedded corpus) has no files to download.
         folder: destination of manifest.json and of the files, which have the same names as in the repository.
         dry_run: print the remaining work, write nothing and return the expected paths.
         start_over: download everything again, at the commit that the revision now refers to.

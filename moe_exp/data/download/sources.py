@@ -155,7 +155,7 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
     Args:
         sizes: maps each file's name to its size in bytes.
         patterns: name patterns. If a pattern matches both record files (JSON and tables) and text files,
-            its text files are ignored.
+            the matching text files are ignored.
         where: folder or URL, for messages.
     """
     # Only a few for error messages: a folder may have a million files.
@@ -203,8 +203,8 @@ def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -
 
 
 def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:
-    """Raises ValueError if a listed path is outside the download folder, is also the folder of another path,
-    or begins with a `reserved` name, which the download itself uses.
+    """Raises ValueError if a listed path is outside the download folder, is a file and the folder of another
+    path at once, or begins with a name in `reserved`, which the download itself uses.
     """
     known, fix = set(names), "exclude it with --pattern, or choose another dataset"
     for name in names:
@@ -294,7 +294,7 @@ def torch_documents(max_bytes: int, root: Path | None = None) -> Iterator[tuple[
 
 
 def path_hash(path: str) -> bytes:
-    """Hash of a path, by which files are ordered or split; it does not depend on other files."""
+    """Hash for ordering or splitting files; it depends only on a file's path, not on other files."""
     return hashlib.sha256(path.encode()).digest()
 
 

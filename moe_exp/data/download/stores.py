@@ -95,7 +95,7 @@ def fetch_from_store(source: Source, listing: Listing, stage: CorpusStage) -> No
 
 
 def _place(source: Source) -> tuple[Store, dict[str, StoredFile]]:
-    """Store of a source, and the source's file if the URL names a file."""
+    """Store of a source, and {name: file} if the URL names a single file, else {}."""
     parent, _, name = source.url.rpartition("/")
     # A folder may be named like a file: Spark writes folders called x.parquet.
     if ending(source.url) and (found := Store(parent).find(name)):

@@ -74,8 +74,8 @@ class SampleStream:
     Except for a remainder shorter than a window, every token is the input of exactly one sample per epoch.
     Each file of a blend has its own epochs (`blend_position` chooses the file).
 
-    Samples are numbered in units of the first stage's sample length (see `add_stage`): a sample that is F
-    times longer covers F consecutive numbers.
+    Samples of a later stage may be F times longer than those of the first (see `add_stage`); each of them
+    then covers F consecutive sample numbers.
 
     Args:
         blend: (weight, prefix) pairs from `parse_blend`; weights are relative.
@@ -205,12 +205,12 @@ def content_of(prefixes: Sequence[str]) -> str:
 
 
 def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
-    """Returns which dataset sample `index` of a blend comes from, and how many earlier samples come from it.
+    """Returns the dataset that sample `index` of a blend is from, and the number of earlier samples from it.
 
     The datasets are the leaves of a binary tree. Of the n samples that reach a node, round(n * p) go to the
     left subtree, where p is that subtree's share of the node's weight; so the result does not depend on
-    earlier calls. Rounding adds at most 1/2 per level, so each of K datasets is always within ceil(log2 K) /
-    2 samples of its share. Integer weights make the computation exact.
+    earlier calls. Rounding errs by at most 1/2 sample per level, so the number of samples of each of K
+    datasets is always within ceil(log2 K) / 2 of its share. Integer weights make the computation exact.
     """
     low, high = 0, len(cumulative_weights) - 1
     while high - low > 1:
@@ -297,7 +297,7 @@ def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
 
 
 def context_part(batch: Mapping[str, torch.Tensor], ranges: tuple[Range, ...]) -> dict[str, torch.Tensor]:
-    """Selects a context-parallel rank's `ranges` from a batch's tensors [B, S]: [B, S/C] with C ranks."""
+    """Selects a context-parallel rank's `ranges` from a batch's tensors, [B, S] -> [B, S/C] with C ranks."""
     if len(ranges) == 1:
         return dict(batch)
     return {
@@ -325,8 +325,8 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
-    """Stream index of consumed sample number `consumed` (from 0); the stream also contains skipped samples.
-    `skipped`: result of `merged`.
+    """Stream index of the sample that is consumed as number `consumed` (from 0). The stream also contains the
+    skipped samples. `skipped`: result of `merged`.
     """
     for first, end in skipped:
         if consumed < first:

@@ -4,8 +4,8 @@ The same files, SEED, SEQ_LEN, TRAIN_ITERS and GBSZ give the same samples as in 
 
 Megatron stores the order in index files, which it finds by the data's path and settings. If different text is
 tokenized to the same path, Megatron reads the new tokens with the old document lengths. To avoid this, each
-index folder here belongs to one fingerprint of the data (`dataset.fingerprint_of`); the folder is renamed
-into place when complete.
+index folder of this module belongs to one fingerprint of the data (`dataset.fingerprint_of`); the folder is
+renamed into place when complete.
 """
 
 import hashlib
@@ -51,8 +51,8 @@ class MegatronSamples:
         return DataStage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
-        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError after the last sample, because in
-        a longer run all samples have a different order.
+        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError if `index` is beyond the last
+        sample, because a longer run would order all samples differently.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
@@ -103,7 +103,7 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
 
     Raises:
         ValueError: if a file is missing or damaged, the training or validation data are smaller than one
-            sample, or prefixes without weights provide too few samples.
+            sample, or unweighted prefixes (never repeated) provide too few samples.
     """
     shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
     if order.split and order.num_valid_samples and shares[1] is None:

@@ -48,7 +48,7 @@ class SampleOrder:
         cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = ()
     ) -> "SampleOrder":
         """Order for `config` and token files with this fingerprint and content hash. `stage_prints`: for each
-        stage after the first, a hash of its fingerprint and content.
+        stage after the first, a hash of its files' fingerprint and content.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
@@ -186,8 +186,8 @@ def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> tuple[Config, list[str], tuple[dataset.Range, ...]]:
     """Moves the starts of stages, which are set in tokens, to batch boundaries. Returns the config, one
-    message per moved stage, and the ranges of the sample stream to skip. `progress`: facts in the checkpoint;
-    empty if training starts at iteration 0.
+    message per moved stage, and the ranges of the sample stream to skip. `progress`: the checkpoint's
+    `progress`; empty if training starts at iteration 0.
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
     skipped = dataset.skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)

@@ -52,8 +52,8 @@ def microbatch_starts(
 
 
 class ReadAhead:
-    """Implements `Samples` and prefetches the next batches of the schedule. Other batches can be read too,
-    but then the rank reads them itself or restarts the workers.
+    """Implements `Samples` and prefetches the next batches of the schedule (`starts`). A jump to another
+    batch of the schedule restarts the workers; the rank reads all other batches itself.
 
     Args:
         starts: takes a batch's first sample and yields (first sample, number of samples) of this batch and of

@@ -1,4 +1,4 @@
-"""Reads, checks and counts documents like `documents.read_documents`, but in blocks with far less CPU time.
+"""Reads, checks and counts documents like `documents.read_documents`, but in blocks, using far less CPU time.
 
 All blocks are read into one reused buffer, so that its pages stay in cache and no line is copied. For each
 line, the reader only finds its end, parses it once and hashes it twice; all other work is vectorized over a
@@ -52,8 +52,8 @@ class LineBlocks:
         self.view = memoryview(self.buffer)
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """For each block, yields where its lines begin and end in `buffer`, after a BOM and with the last LF.
-        `start`, `end`: byte range to read, from one line boundary to another; not possible for streams.
+        """For each block, yields where its lines begin (after a BOM) and end (after the last LF) in `buffer`.
+        `start`, `end`: byte range to read; both are line boundaries. Streams can only be read whole.
 
         Raises:
             ValueError: if a line is longer than `longest_bytes`.

@@ -28,7 +28,7 @@ def merge(
 ) -> dict[str, Any]:  # fmt: skip
     """Writes `OUTPUT.jsonl` and `OUTPUT.manifest.json`, and returns the manifest.
 
-    Repeat an interrupted call to resume it at the current shard.
+    Repeat an interrupted call to resume it at the shard where it stopped.
 
     Args:
         input_dir: folder of document files, which are merged in the order of their names.

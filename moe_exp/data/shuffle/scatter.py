@@ -84,7 +84,7 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 @dataclass
 class ValidTally(Counted):
-    """Counts documents with `text_choices` below `threshold` or, if none has, with the smallest value."""
+    """Counts documents with `text_choices` below `threshold`; if there are none, with the smallest value."""
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
@@ -120,7 +120,7 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets; with more, a bucket's segment of a block would be too small for a read."""
+    """Maximum number of buckets; with more, a bucket's part of a block would not be worth a read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 

@@ -46,7 +46,7 @@ _MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
 class Memory(NamedTuple):
     """How a memory budget is divided: `longest_bytes` limits the read buffer and the length of a line
-    (parsing takes six times the line's length), and `piece_bytes` the size of documents sorted at once.
+    (parsing takes six times the line's length); `piece_bytes` limits the size of documents sorted at once.
     The budget does not include the interpreter (about 45 MB).
     """
 

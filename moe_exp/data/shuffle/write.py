@@ -81,7 +81,7 @@ def _outputs(scattered: "Scattered") -> list[_Output]:
 
 
 def _read_back(output: _Output) -> dict[str, Any]:
-    """Counts and hashes of a written file, for the manifest."""
+    """Returns the counts and hashes of a written file for the manifest."""
     num_bytes = output.path.stat().st_size
     lines = LineBlocks(_READ_BACK_BYTES, num_bytes + 1)
     whole, digest, num_lines, line_hash = xxhash.xxh3_128(), xxhash.xxh3_128_digest, 0, 0

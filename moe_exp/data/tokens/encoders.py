@@ -3,8 +3,8 @@
 gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
 and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether such a
 difference changes the ids depends on the merges, so testing a sample of texts is not enough. Therefore both
-packages encode each non-ASCII character once with a vocabulary whose ids show where the text is split. The
-tokenizer's own package encodes every document with a character that the two packages split differently.
+packages encode each non-ASCII character once with a vocabulary whose ids show where the text is split. A
+document with any character that the two split differently is encoded by the tokenizer's own package.
 """
 
 import os
@@ -89,7 +89,7 @@ ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits tokenizers and gigatoken to one thread, because each worker is a process."""
+    """Limits tokenizers and gigatoken to one thread, because the parallel workers are processes."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(ONE_THREAD)
     try:
@@ -154,7 +154,7 @@ def find_differences(encoder: Encoder, reference: Encoder, texts: Sequence[str])
 
 
 def own_package(tokenizer: TextTokenizer) -> Encoder:
-    """Encoder of the package that defines the tokenizer. Inside `one_thread` it uses no other threads."""
+    """Encoder of the package that defines the tokenizer. Inside `one_thread`, it runs in one thread."""
     backend = tokenizer.processor()
     if tokenizer.kind == "huggingface":
         backend.encode_special_tokens = not tokenizer.allow_special

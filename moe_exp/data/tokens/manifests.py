@@ -1,4 +1,4 @@
-"""Reads tokenizer, vocabulary and document tokens of a run's token files from manifests. No torch."""
+"""Reads tokenizer, vocabulary, BOS and EOD tokens of a run's token files from manifests. No torch."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -130,7 +130,7 @@ def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int 
 
 
 def with_document_tokens(config: Config, blend: str) -> Config:
-    """Returns `config`; with DOCUMENT_MASK, computes DOCUMENT_TOKENS from `blend` unless already set."""
+    """Returns `config`; if DOCUMENT_MASK is on and DOCUMENT_TOKENS is not set, computes it from `blend`."""
     if not config.document_mask or config.document_tokens or not blend:
         return config
     weights, prefixes = zip(*parse_blend(blend), strict=True)

@@ -172,7 +172,7 @@ def usable(workers: int) -> int:
 def _pinned_backend(
     stage: CorpusStage, requested: str, inputs: Sequence[Path], settings: PartSettings, num_apart: int
 ) -> str:
-    """Backend of this tokenization; the first call chooses it based on a sample."""
+    """Backend of this tokenization; the first call chooses it with a sample, later calls return it."""
     path = stage.folder / "backend.json"
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]

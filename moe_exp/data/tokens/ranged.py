@@ -113,7 +113,7 @@ def ensure_index(url: str, data_dir: Path) -> str:
 
 
 def _remote_of(prefix: str | Path) -> _Remote | None:
-    """Describes the stored file with a prefix's tokens; None if the tokens are local or missing."""
+    """Contents of a prefix's .remote.json; None if the tokens are local or missing."""
     path = Path(f"{prefix}.remote.json")
     is_remote = path.is_file() and not Path(f"{prefix}.bin").is_file()
     return _Remote(**read_json(path, fix="remove its folder")) if is_remote else None
@@ -170,7 +170,7 @@ class RemoteTokens:
         return min(_BLOCK_BYTES, self.num_bytes - block * _BLOCK_BYTES)
 
     def _kept(self, block: int, low: int, high: int) -> bytes | None:
-        """Bytes of a cached block; None if it is missing or damaged."""
+        """Bytes `low` to `high` of a cached block; None if it is missing or damaged."""
         blocks, hashes = self._files
         start = block * _BLOCK_BYTES
         if block not in self._sound:

@@ -3,8 +3,8 @@
 The tokenizers encode only the text: truncation, padding, dropout and post-processors (which add BOS) are
 removed, because Megatron encodes with `add_special_tokens=False`. Special tokens in a text are treated as
 plain text unless `allow_special` is set. Unigram and WordLevel models have `</s>` in their own vocabulary and
-cannot encode it as plain text. A document whose ids include a special token (see `special_tokens`) is treated
-like an invalid line.
+cannot encode it as plain text. A document whose ids still include a special token (see `special_tokens`) is
+treated like an invalid line of the input files.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Megatron's .bin/.idx token files, blends of them, and their division by SPLIT. No torch.
+"""Megatron's .bin/.idx token files, blends of them, and the shares set by SPLIT. Does not import torch.
 
 Layout of the .idx file (little-endian), as in `megatron.core.datasets.indexed_dataset`: magic, version, dtype
 code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and
@@ -205,7 +205,7 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
     is an existing prefix, the text is not split, because DATA_DIR may contain spaces.
 
     Raises:
-        ValueError: if the text has none of these forms, or files without weights cannot be read.
+        ValueError: if the text has none of these forms, or files of prefixes without weights cannot be read.
     """
     words = text.split()
     if len(words) > 1 and bin_bytes(prefix_of(text.strip())) is not None:
@@ -265,7 +265,7 @@ class TokenFiles:
         return self.sequence_bounds[self._documents]
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
-        """Tokens [begin, end). The file is not memory-mapped: pages read once would stay in memory."""
+        """Tokens [begin, end). Not memory-mapped, because pages read once would then stay in memory."""
         if self._remote is not None:
             return self._remote[begin:end]
         return np.fromfile(f"{self.prefix}.bin", self.dtype, end - begin, offset=begin * self.dtype.itemsize)
@@ -313,8 +313,8 @@ def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_tokenizer(prefixes: Iterable[str]) -> str:
-    """Error if the manifests of token files record different tokenizers, or different tokens that begin or
-    end documents; empty if the manifests agree or record no tokenizer.
+    """Error if the manifests of token files record different tokenizers, or different tokens at the start
+    or end of documents; empty if the manifests agree or record no tokenizer.
     """
     known: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:

@@ -1,5 +1,5 @@
-"""Preflight checks of a rank: exact matrix products and memory patterns test its device; messages, all-reduce
-and all-to-all test its links.
+"""Preflight checks of a rank. Its device is tested with exact matrix products and with memory patterns, its
+links with messages, all-reduce and all-to-all.
 """
 
 import math
@@ -120,7 +120,7 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """Bytes to check per rank: 90% of free GPU memory; CPU ranks share 20% of free RAM (at most 1 GiB)."""
+    """Bytes to check per rank: 90% of free GPU memory; CPU ranks share min(20% of free RAM, 1 GiB)."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     # files in /dev/shm are in memory

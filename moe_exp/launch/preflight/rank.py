@@ -102,7 +102,7 @@ class _Rank:
         self._store.wait([f"{step}/all"], _STEP_TIMEOUT)
 
     def _measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
-        """Returns the measurement, or its error instead of raising it, so that later steps still run."""
+        """Measures links among `ranks`; errors are returned, not raised, so that later steps still run."""
         self._meet(step)
         store = PrefixStore(name, self._store)
         try:

@@ -40,7 +40,7 @@ class _Meeting:
 
 
 class Server:
-    """Node 0's server, or a node's door: a server to which other nodes connect as a test.
+    """Node 0's server, or any node's door: a server to which other nodes connect only as a test.
     Raises OSError if the port is not available.
     """
 
@@ -62,7 +62,7 @@ class Server:
         self._listener.close()
 
     def close(self, seconds: float = 10.0) -> None:
-        """Waits until the nodes have disconnected, so that each node receives its last answer."""
+        """Waits at most `seconds` for the nodes to disconnect, so that each node receives its last answer."""
         # torchrun needs the port next; nodes that have joined keep their connections
         self.stop_listening()
         deadline = time.monotonic() + seconds
@@ -168,7 +168,7 @@ class RollCall:
         """Sends `value`; returns the nodes' values, keyed by node. Raises ValueError if node 0 is gone.
 
         All nodes pass the same `what`, a name that no other meeting uses; `value` has JSON types. Nodes that
-        call more than `seconds` after the first node are missing from the result.
+        call this method more than `seconds` later than the first node are missing from the result.
         """
         ask = {"ask": "meet", "what": what, "value": value, "seconds": seconds}
         answer = self._ask(ask, seconds + _PATIENCE_SECONDS)
@@ -223,7 +223,7 @@ def knock(address: str, port: int) -> str:
 
 
 def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Unreachable nodes, each with the reason; `doors`: address and port of every node's door."""
+    """Peers that `node` cannot reach, with the reason; `doors`: address and port of each node's `Server`."""
     peers = peers_of(node, len(doors))
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
         reasons = threads.map(lambda peer: knock(*doors[peer]), peers)
@@ -231,7 +231,7 @@ def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]
 
 
 def peers_of(node: int, count: int) -> list[int]:
-    """Nodes to connect to: all or, in a large job, nodes at distance 1, 2, 4, ... in both directions."""
+    """Nodes to which `node` connects: all or, in a large job, those 1, 2, 4, ... ranks below and above it."""
     if count <= _MOST_PEERS + 1:
         return [peer for peer in range(count) if peer != node]
     # about 2 log2(n) peers per node, through which all nodes are connected

@@ -51,7 +51,7 @@ def worst(findings: Iterable[Finding]) -> str:
 
 @dataclass
 class NodeVerdict:
-    """Findings on one node, and its speeds by name."""
+    """Findings on one node, and its speeds by name in `SPEEDS`."""
 
     node: int
     host: str
@@ -64,7 +64,7 @@ class NodeVerdict:
 
     @property
     def own_grade(self) -> str:
-        """Worst grade of the node's own faults; jobs should avoid a slow or failed node."""
+        """Worst grade of the node's own faults; if it is `slow` or `failed`, jobs should avoid the node."""
         return worst(finding for finding in self.findings if finding.is_its_fault)
 
     @property
@@ -312,7 +312,7 @@ def rounds_of_pairs(count: int) -> list[dict[int, int]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Repeatedly blames the node in the most remaining pairs; returns blamed nodes and unexplained pairs."""
+    """Repeatedly blames the node with the most pairs left; returns blamed nodes and pairs without them."""
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:

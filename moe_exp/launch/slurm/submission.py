@@ -102,7 +102,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
 
 
 def _place_problems(job: RunJob) -> Iterator[str]:
-    """Problems with names that SLURM would misread and folders that the container runtime cannot mount."""
+    """Problems: names that SLURM would misread, and folders that the container runtime cannot mount."""
     if re.search(r"[%\\]", str(job.folder)):  # patterns in SLURM's log file names
         rule = f"{job.run_folder} contains % or a backslash, which SLURM interprets in log file names"
         yield problem("run_name", job.config.name, rule, "change RUN_NAME or RUN_DIR")
@@ -172,7 +172,7 @@ def submit(job: RunJob) -> list[str]:
 
 
 def sbatch(command: Sequence[str], missing: str, fix: str) -> str:
-    """Calls `sbatch --parsable ...`; returns the job id. Without sbatch, raises ValueError(`missing`)."""
+    """Calls `sbatch --parsable ...`; returns the job id. ValueError(`missing`) if sbatch is not found."""
     # Drop other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file.
     others = ("SLURM_", "SBATCH_", "SRUN_")
     names = [name for name in os.environ if name in _KEPT or not name.startswith(others)]
@@ -239,7 +239,7 @@ def _options(job: RunJob) -> list[str]:
 
 
 def checked_line(text: str) -> str:
-    """Returns `text`, or raises ConfigError on control characters, which unchecked paths may contain."""
+    """Returns `text`; raises ConfigError if it has control characters (not all paths are checked earlier)."""
     if not is_one_line(text):
         raise ConfigError([problem("sbatch file", text, NOT_ONE_LINE_RULE, "rename the file or folder")])
     return text

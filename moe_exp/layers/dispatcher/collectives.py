@@ -30,7 +30,7 @@ class Exchange(Protocol):
     """An exchange of rows between ranks."""
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
-        """Starts moving `tensors` (None stays None); they are kept alive until the result is called."""
+        """Starts moving `tensors` (None stays None), kept alive until the returned function is called."""
 
     @property
     def reverse(self) -> "Exchange":
@@ -153,7 +153,7 @@ class ScatterSumRows(_OneByOne):
 
 
 def can_join(group: ProcessGroup | None, device: torch.device) -> bool:
-    """Whether the group's backend runs several all-to-alls as one, as NCCL does with one kernel."""
+    """Whether the group's backend can run several all-to-alls as one (NCCL: in one kernel)."""
     return group is not None and group.size() > 1 and group._get_backend(device).supports_coalescing
 
 

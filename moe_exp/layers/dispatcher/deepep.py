@@ -106,7 +106,7 @@ def shared_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
 
 
 class _Send:
-    """Exchange of tokens and weights; the first launch computes the layout, which later launches reuse."""
+    """Exchange of tokens and weights; its first `launch` computes the layout, and its later ones reuse it."""
 
     def __init__(self, buffer: Any, expert_TK: Tensor, num_experts: int):
         self.buffer, self.expert_TK, self.num_experts = buffer, expert_TK, num_experts

@@ -1,7 +1,7 @@
 """Token dispatchers turn tokens into rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
 
 `start` sends the tokens and `finish` receives the rows, so that other work can run in between. `finish`
-also returns the record that `combine` needs; the dispatcher itself only caches sizes.
+also returns the record that `combine` needs; the dispatcher keeps no state but cached sizes.
 
     start:   tokens [T, D] -> rows sorted by expert (RowOrder) -> exchange departs
     finish:  exchange arrives -> rows sorted by local expert [R, D] (a second RowOrder)
@@ -177,7 +177,7 @@ class SpreadDispatcher(Dispatcher):
 
 
 class _ExchangeSizes(NamedTuple):
-    """Numbers of rows that this rank sends and receives, and of rows per expert."""
+    """Row counts of this rank: rows to send, to receive and to gather, and rows per expert."""
 
     send: tuple[int, ...]  # to each rank of the expert parallel group, [EP]
     receive: tuple[int, ...]  # from each rank of the expert parallel group, [EP]

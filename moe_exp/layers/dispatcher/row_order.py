@@ -116,7 +116,7 @@ def order_by_expert(
     splits: tuple[int, ...] | None = None, rows_per_expert: int | None = None,
     use_kernels: bool | None = None,
 ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:  # fmt: skip
-    """Row order by expert; rows per expert on the device; the same on the host, or None if unknown there.
+    """Returns the row order by expert, and the rows per expert on the device and on the host (None: unknown).
 
     Args:
         expert_TK, kept_TK, counts_E: as for `sort_by_expert`.

@@ -149,7 +149,7 @@ class Experts(nn.Module):
         return self._recomputed(run, rows_RD, weights_R)
 
     def _recomputed(self, run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights_R: Tensor) -> Tensor:
-        """Calls `run(x, weights_R)`; with `recompute_hidden`, backward recomputes what the gradients need."""
+        """Calls `run(x, weights_R)`; with `recompute_hidden`, backward recomputes intermediate tensors."""
         if not (self.recompute_hidden and torch.is_grad_enabled()):
             return run(x, weights_R)
         return cast(Tensor, checkpoint(run, x, weights_R, use_reentrant=False, preserve_rng_state=False))

@@ -287,7 +287,7 @@ OLDEST_FOR_KERNELS = (8, 9)  # the first tensor cores with e4m3
 
 
 def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
-    """Raises a ValueError if our kernels, or plain torch on a CPU, cannot compute the experts in e4m3."""
+    """Raises a ValueError unless our kernels (on a CPU: plain torch) can compute the experts in e4m3."""
     if backend != "triton":
         rule = f"requires expert_backend=triton, not {backend}"
         raise ValueError(f"fp8=e4m3: {rule}. Fix: set EXPERT_BACKEND=triton, or FP8=none.")
@@ -312,7 +312,7 @@ def padded_splits(splits: Sequence[int], multiple: int) -> list[int]:
 
 
 def pad_rows(x_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
-    """Appends zero rows until experts have `padded_splits` rows. Zero rows do not affect weight gradients."""
+    """Appends zero rows to each expert's rows, up to `padded_splits`. They do not affect weight gradients."""
     zeros = x_RD.new_zeros(multiple, x_RD.size(1))
     added = [padded - rows for padded, rows in zip(padded_splits(splits, multiple), splits, strict=True)]
     if not any(added):

@@ -201,8 +201,8 @@ def activation_grad(
         weights_R: fp32 router weights.
 
     Returns:
-        The gradient of hidden_RW; a * w [R, F], from which the gradient of W2 is computed (both in the dtype
-        of hidden_RW); and the gradient of the router weights [R], in fp32. Rows >= offsets[L] are undefined.
+        The gradient of hidden_RW and, for computing the gradient of W2, a * w [R, F], both in the dtype of
+        hidden_RW; and the gradient of the router weights [R], in fp32. Rows >= offsets[L] are undefined.
     """
     num_rows, (num_experts, depth, width) = hidden_RW.size(0), weight2_LDF.shape
     dhidden_RW, weighted_RF = hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, width)

@@ -111,7 +111,7 @@ def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) 
     """Bool mask [T, K] of the kept slots: each expert keeps at most `limits_E` slots.
 
     Args:
-        expert_TK: chosen experts, int32 or int64; the number of experts for padding, which is never kept.
+        expert_TK: chosen experts, int32 or int64; padding has the value E and is never kept.
         weights_TK: fp32 router weights; each expert keeps its slots of highest weight, and earlier slots if
             weights are equal. None: each expert keeps its first slots.
         limits_E: maximum number of kept slots of each expert, int32, on the device.

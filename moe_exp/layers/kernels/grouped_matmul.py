@@ -26,7 +26,7 @@ CONFIGS = configs(
 
 def _by_library(at: dict[str, Any]) -> None:
     """Calls torch._grouped_mm in place of `_kernel`; both leave rows after the last expert's rows
-    uninitialized. The output `y` takes over the result's memory.
+    uninitialized. The result is not copied: `y` takes over its memory.
     """
     memory = at["y"].untyped_storage()
     size = memory.nbytes()
@@ -57,8 +57,8 @@ def _kernel(
 ):  # fmt: skip
     """y[r] = x[r] @ w[e] + weights[r] * bias[e], where e is the expert of row r.
 
-    x [R, I], w [L, I, O] with any strides, y [R, O]; depth is I, width is O. `rows_class`, HAS_TMA
-    and HAS_LIBRARY are used only by the tuner, PROGRAMS only in the grid.
+    x [R, I], w [L, I, O] with any strides, y [R, O]; depth is I, width is O. The kernel ignores
+    `rows_class`, HAS_TMA and HAS_LIBRARY, which are for the tuner, and PROGRAMS, which is for the grid.
     """
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)

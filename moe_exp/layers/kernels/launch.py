@@ -55,7 +55,7 @@ def runs_kernel(x: Tensor) -> bool:
 
 
 def multiplies_16_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether torch.mm can multiply these 16-bit tensors with fp32 sums and an fp32 result."""
+    """Whether torch.mm can multiply these 16-bit tensors, sum in fp32 and return an fp32 result."""
     # on NVIDIA GPUs in PyTorch 2.8 and newer; torch.compile supports it only in later versions
     is_known = a.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
     is_16_bit = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)

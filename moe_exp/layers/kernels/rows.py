@@ -39,7 +39,7 @@ def _chunk_kernel(
     ends_by_expert, ends_by_source, slot, row, num_rows, num_sources, num_experts, BLOCK_R: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The chunk of each row is found by bisection in STEPS steps."""
+    """Finds the chunk of each sorted row, by bisection in STEPS steps."""
     mine = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_mine, num_chunks = mine < num_rows, num_sources * num_experts
     chunk = tl.zeros((BLOCK_R,), dtype=tl.int32)  # chunks that end at or before the row
@@ -71,7 +71,7 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
 
     Args:
         x: [T, D] or [T], any dtype.
-        index_R: int32 or int64, not negative: each row's token, or its slot if `divisor` is the top-k K.
+        index_R: row of x for each output row, or slot if `divisor` is the top-k K; int32 or int64, >= 0.
     """
     num_rows, width = index_R.size(0), 1 if x.dim() == 1 else x.size(1)
     out = x.new_empty(num_rows, *x.shape[1:])

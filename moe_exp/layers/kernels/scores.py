@@ -31,7 +31,7 @@ def sigmoid(z):
 
 @jit
 def raw_scores(z, probabilities, SCORE: tl.constexpr):
-    """Unnormalized scores, which determine the chosen experts and their weights."""
+    """Scores before the chosen are normalized; they determine the chosen experts and their weights."""
     if SCORE == "softmax":
         raw = probabilities
     elif SCORE == "sigmoid":
@@ -74,7 +74,7 @@ def key_of(x):
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The TOPK best experts, their values (both [BLOCK_T, BLOCK_K]), and `key` with these set to LEAST."""
+    """The TOPK best experts, their values (both [BLOCK_T, BLOCK_K]), and `key`, LEAST at these experts."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -147,8 +147,8 @@ def router_losses(
         total: number of tokens of the micro-batch; None: `num_tokens`, which is at least 1.
 
     Returns:
-        Three losses, [3]: the weighted sum aux_coeff * balance + z_coeff * z, balance, and z. Gradient of the
-        weighted sum with respect to `score_sums_E` and `lse_squares`, [E + 1].
+        Three losses, [3]: first the weighted sum (aux_coeff * balance + z_coeff * z), then balance, then z.
+        Gradient of the weighted sum with respect to `score_sums_E` and `lse_squares`, [E + 1].
     """
     num_experts = score_sums_E.size(0)
     losses, unit_E1 = score_sums_E.new_empty(3), score_sums_E.new_empty(num_experts + 1)

@@ -164,7 +164,7 @@ def compare(case: Case, device: torch.device) -> KernelCheck:
 
 
 def error_of(results: Outputs, expected: Outputs) -> float:
-    """Largest row error, relative to the row's norm or, if larger, the mean norm; inf if integers differ."""
+    """Largest row error, relative to max(row's norm, mean norm); inf if integers differ."""
     errors = []
     for one, other in zip(results, expected, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -205,7 +205,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Calls to be timed, at the run's sizes: each kernel with several configs, per class of row counts."""
+    """Calls to time, at the run's sizes: per class of row counts, every kernel that has several configs."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts
@@ -337,7 +337,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def _with_gradient(function: Any) -> Any:
-    """Makes a router function also return the gradient of its logits, given random output gradients."""
+    """Wraps a router function to also return its logits' gradient, for random gradients of its outputs."""
 
     @functools.wraps(function)
     def run(logits_TE: Tensor, *args: Any, **options: Any) -> Outputs:

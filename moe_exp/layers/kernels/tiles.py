@@ -34,7 +34,7 @@ def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
 
 @jit
 def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """Row and column index of tile `tile`; within GROUP_M rows, tiles are numbered column by column."""
+    """Row and column index of tile `tile`; each group of GROUP_M tile rows is numbered column by column."""
     # GROUP_M rows of tiles use the same columns consecutively, while these are in the L2 cache.
     tiles_in_group = GROUP_M * num_n
     first_m = (tile // tiles_in_group) * GROUP_M
@@ -108,7 +108,7 @@ OFFSET: tl.constexpr = tl.constexpr(ACTIVATIONS["clamped_swiglu"].offset) if tl 
 
 @jit
 def activate_with_derivative(x, ACTIVATION: tl.constexpr):
-    """The activation function of `x`, which is the gate in a gated MLP, and its derivative."""
+    """The activation function at `x` and its derivative; in a gated MLP, `x` is the gate."""
     if ACTIVATION == "swiglu":
         s = tl.sigmoid(x)
         y = x * s

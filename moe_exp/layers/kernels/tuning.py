@@ -101,7 +101,7 @@ class Tuned:
 
     @contextmanager
     def only(self, config: KernelConfig) -> Iterator[None]:
-        """Launches in the context use `config`, or raise UnsuitedError if it does not suit the operands."""
+        """In this context, launches use `config`, or raise UnsuitedError if it does not suit the operands."""
         self._only = config
         try:
             yield
@@ -272,7 +272,7 @@ class Tuned:
         return fastest
 
     def _file(self, key: Key) -> Path | None:
-        """File that shares the choice with other processes; named by a hash of what determines the choice."""
+        """File in which processes share the choice; its name has a hash of all that determines the choice."""
         on = device_facts()
         if not on:
             return None
@@ -344,15 +344,15 @@ def tuned(
     If `is_trial` is 1, the kernel must leave the output unchanged.
 
     Args:
-        configs: see KernelConfig. In a launch, the argument HAS_TMA says if there are tensor descriptors.
+        configs: see KernelConfig. Callers set the kernel argument HAS_TMA if they pass tensor descriptors.
             With deterministic algorithms, and in the interpreter, only the first config is used.
         key: names of kernel arguments; configs are timed again for each new combination of argument values.
         blocks: function that takes a dict of all arguments, and returns a dict from the name of each
             descriptor argument to its block shape; called before each launch with TMA=1. TMA=1 requires
             2-byte values.
         library: PyTorch function that computes the same result from a dict of the positional arguments;
-            becomes the last config. In a launch, the argument HAS_LIBRARY says whether `library` supports the
-            operands.
+            becomes the last config. Callers set the kernel argument HAS_LIBRARY if `library` supports
+            the operands.
     """
     # Without `is_trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
 

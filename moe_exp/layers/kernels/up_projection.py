@@ -44,7 +44,7 @@ def _finish(
     products, hidden_rows, active_rows, scale, is_row, column, width, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the results for COLUMNS columns of the activation, starting at `column`."""
+    """Writes COLUMNS columns of the weighted activation, from `column` on, and of hidden if it is kept."""
     columns = column + tl.arange(0, COLUMNS)
     is_out = is_row[:, None] & (columns < width)[None, :]
     hidden_block = hidden_rows[:, None] + columns[None, :]

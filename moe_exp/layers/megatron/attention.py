@@ -196,7 +196,7 @@ class CausalAttention(_SplitModule):
         return documents.joined([self._attend_by_flash(q, k, v, documents)], query.size(1))
 
     def _attend_by_flash(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-        """Computes [queries, H, d] from joined documents: query [queries, H, d] and key [keys, G, d]."""
+        """Attends within joined documents: [queries, H, d] from query [queries, H, d], key [keys, G, d]."""
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds

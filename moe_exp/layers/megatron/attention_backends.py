@@ -112,7 +112,7 @@ def attend_by_blocks(
 ) -> Tensor:
     """Result [Q, B, H, v] of attention, computed in blocks of queries with the keys that each block sees.
 
-    Time and memory per query depend on the window, not on the sequence; backward recomputes the logits.
+    Time and memory per query depend on the window, not the sequence length; backward recomputes the logits.
 
     Args:
         query, key, value: [Q, B, H, d], [K, B, G, d] and [K, B, G, v].
@@ -122,7 +122,7 @@ def attend_by_blocks(
 
 
 class _Block(NamedTuple):
-    """Several blocks of queries computed together; no two of these blocks share keys."""
+    """One or more blocks of queries that are computed together; no two of them have keys in common."""
 
     queries: slice  # from the first block's first query to the last block's last
     keys: slice
@@ -234,7 +234,7 @@ def _has_fused(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
-    """Result [B, G, rows, v] and logarithm of the sum of exp(logit) [B, G, rows], in at least fp32."""
+    """Result [B, G, rows, v], and (in at least fp32) logarithm of the sum of exp(logit) [B, G, rows]."""
     if _has_fused(q, v, rule):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, attn_mask=mask, scale=rule.scale)

@@ -70,7 +70,7 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
 
 
 def balancing_losses(config: TransformerConfig) -> tuple[AuxLoss, ...]:
-    """Balancing losses of a TransformerConfig, which gives types and coefficients as scalars or lists."""
+    """Balancing losses of a TransformerConfig, where types and coefficients may be single values or lists."""
     kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coeffs = list(coeffs) if isinstance(coeffs, list | tuple) else [coeffs] * len(kinds)
@@ -102,7 +102,7 @@ class MegatronRouter(Router):
         self.end_of_batch(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
-        """Updates balance rules that Megatron lacks; to be called after Megatron's finalize_model_grads."""
+        """Updates the balance rules unknown to Megatron; to be called after its finalize_model_grads."""
         self.end_of_batch(self.batch_group, QuantileBias, L1Factor)
 
 
@@ -314,7 +314,7 @@ class MegatronMoELayer(MegatronMoE):
 
 
 def recomputed_modules(config: TransformerConfig) -> set[str]:
-    """Modules recomputed in backward, named as in Megatron or in RECOMPUTE_MODULES."""
+    """Modules recomputed in backward: Megatron's names, and further names of RECOMPUTE_MODULES."""
     return set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
 
 

@@ -38,7 +38,7 @@ class ResidualAdd(nn.Module):
         self.multiplier = multiplier
 
     def forward(self, training: bool, is_fused: bool) -> Callable[..., Tensor]:
-        """Returns a function of a pair (result, bias or None), residual and dropout; tensors: [S, B, D]."""
+        """Returns the function f((result, bias or None), residual, dropout); its tensors are [S, B, D]."""
         return partial(self._add, get_bias_dropout_add(training, is_fused))
 
     def _add(

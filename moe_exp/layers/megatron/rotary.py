@@ -1,4 +1,4 @@
-"""Rotary embedding (RoPE, arXiv:2104.09864): one kernel each for queries and keys, in forward and backward.
+"""Rotary embedding (RoPE, arXiv:2104.09864): one kernel for queries and one for keys, forward and backward.
 
 Shapes: S sequence length, B batch, H heads, D head size, P rotated channels of a head.
 """
@@ -85,7 +85,7 @@ def rotate_windows(chunk: Any, config: Any, base: float, has_window: Sequence[bo
 
 
 def choose_rotary(is_fused: bool, *, device_type: str, failure: str = "") -> tuple[str, str]:
-    """Chooses the rotary embedding; returns its name and the reason. `is_fused`: `apply_rope_fusion`."""
+    """Chooses the rotary embedding; returns its name and why. `is_fused`: Megatron's `apply_rope_fusion`."""
     if failure or not is_fused:
         return "megatron", failure or "DOCUMENT_MASK, YaRN or multi-latent attention"
     if device_type == "cpu" or launch.missing():

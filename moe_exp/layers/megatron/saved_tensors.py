@@ -221,7 +221,8 @@ class ActivationOffload(ChunkHooks):
         to device    attention 2   experts 1     attention 1
 
     The device thus holds the tensors of two modules. The last module's tensors stay on the device until the
-    model chunk starts its next forward pass. A backward pass that comes first need not copy them back.
+    model chunk starts its next forward pass. If backward comes before that, it need not
+    copy them back.
 
     `modules`: names of OFFLOAD_MODULES. A storage is offloaded only if one of these modules is the first to
     save it; a storage that another module saved before stays on the device anyway.

@@ -3,7 +3,7 @@
 Megatron's SequentialMLP and TEGroupedMLP write the same tensors in one of two formats. `X` stands for
 `linear_fc1.weight` [W, D], `linear_fc2.weight` [D, F], `linear_fc1.bias` [W] or `linear_fc2.bias` [D]:
 
-- `experts.X`, with an expert axis before the axes of X. A gate is the first half of W.
+- `experts.X`, with an expert axis before the axes of X. A gate, if any, is the first half of W.
 - `experts.<expert index>.X` for each expert, if `singleton_local_shards` is set (as in Megatron-LM's training
   script); a gated linear_fc1 is split into `X_w` (gate half) and `X_v` (up half).
 """
@@ -30,7 +30,7 @@ TENSORS = {
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """A rank's shard: in block `ep_rank` of `ep_size` blocks of experts, part `etp_rank` of `etp_size`."""
+    """A rank's block of experts (`ep_rank` of `ep_size`) and its part of each (`etp_rank` of `etp_size`)."""
 
     ep_rank: int
     ep_size: int
@@ -50,7 +50,7 @@ def shard_experts(
             expert tensor parallelism, W, F and the D of `bias2` are this rank's sizes.
         prefix: prefix of the module, with a dot: `decoder.layers.0.mlp.experts.`.
         gated: whether W consists of a gate half and an up half.
-        sharded_offsets: (axis, index, size) of leading axes (the layer, if layers share a key).
+        sharded_offsets: (axis, index, size) of each axis to prepend (the layer axis, if layers share a key).
         singleton_local_shards: use the format `experts.<expert index>.X`.
 
     Returns:

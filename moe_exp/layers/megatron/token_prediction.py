@@ -38,7 +38,7 @@ def prediction_spec(layer: ModuleSpec, num_layers: int) -> MultiTokenPredictionB
 
 
 class PredictionLayer(MegatronModule):  # type: ignore[misc]
-    """Layer k (`layer_number`, from 1) in the module's formula; contains transformer layer NUM_LAYERS + k."""
+    """Layer k (`layer_number`, from 1) of this file's formula; contains transformer layer NUM_LAYERS + k."""
 
     def __init__(
         self, config: TransformerConfig, layer_spec: ModuleSpec, layer_number: int,

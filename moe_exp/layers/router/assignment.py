@@ -26,11 +26,11 @@ def best_experts(
 
 
 def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
-    """Bool mask [T, K] of each token's best slots, as few as are needed for a score sum of at least `top_p`.
+    """Bool mask [T, K]: the fewest of each token's best slots whose scores add up to at least `top_p`.
 
     At least one slot is selected; if all K scores add up to less than `top_p`, all K slots are. This is
-    equation 5 of Huang et al. 2024, Harder Tasks Need More Experts (arXiv:2403.07652), for at most K
-    experts.
+    equation 5 of Huang et al. 2024, Harder Tasks Need More Experts (arXiv:2403.07652), limited to K
+    experts per token.
 
     Args:
         scores_TK: scores of the chosen experts, best first; the scores of all experts sum to 1.
@@ -47,7 +47,7 @@ def sinkhorn(
     logits_TE: Tensor, valid_T: Tensor | None = None, *, group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
 ) -> Tensor:  # fmt: skip
-    """exp(logits), with rows and columns scaled so that all tokens have equal mass, and all experts too.
+    """exp(logits), times row and column factors that give all tokens equal mass and all experts equal mass.
 
     Applies Sinkhorn-Knopp to the tokens of a micro-batch on all ranks of `group`, as in Clark et al. 2022,
     Unified Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like
@@ -60,7 +60,8 @@ def sinkhorn(
         group: ranks that hold the micro-batch's other tokens.
 
     Returns:
-        [T, E]; each row is proportional to the transport plan's row. The top-k of a row is the assignment.
+        [T, E]; each row is proportional to its row of the transport plan. A row's top-k are the token's
+        experts.
     """
     cost_TE = (logits_TE - logits_TE.amax(dim=-1, keepdim=True)).exp() if logits_TE.numel() else logits_TE
     num_tokens = torch.tensor(float(logits_TE.size(0) * group_size(group)))
@@ -85,7 +86,7 @@ def zipf_experts(
 ) -> Tensor:
     """Draws K distinct experts e per token in proportion to (e + 1)^-exponent, to benchmark imbalance.
 
-    The draw is the top-k of log weights plus Gumbel noise. A fixed seed makes all calls return the same draw.
+    The draw is the top-k of log weights plus Gumbel noise. The seed is fixed: equal calls draw the same.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     uniform_TE = torch.rand(num_tokens, num_experts, generator=generator, device=device, dtype=torch.float64)

@@ -28,7 +28,7 @@ class BalanceRule:
     initial = 0.0  # initial value of the buffers in `saved`
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        """Creates the buffers (keys: names); they are fp32 [E] unless a subclass overrides this method."""
+        """Creates the buffers, by name; they are fp32 [E] unless a subclass overrides this method."""
         names = *self.saved, *self.counts
         return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
 
@@ -36,10 +36,10 @@ class BalanceRule:
         """Counts the slots of a forward pass."""
 
     def count_choice(self, router: Any, choice_TE: Tensor, valid_T: Tensor | None) -> None:
-        """Adds the selection values (score plus expert bias) of a forward pass to the counts."""
+        """Updates the counts from a forward pass's selection values (score plus expert bias)."""
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert as the losses do: experts are chosen by score alone."""
+        """Counts a micro-batch's slots per expert for experts chosen by score alone, as in the losses."""
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
         """Updates the state after a global batch; `group`: all ranks that routed its tokens."""
@@ -91,7 +91,7 @@ class QuantileBias(BalanceRule):
 
 
 class GlobalFractions(BalanceRule):
-    """Keeps the last global batch's slots per expert for the loss `global_aux_loss`."""
+    """Keeps the last global batch's slot counts per expert for the loss `global_aux_loss`."""
 
     saved, counts = ("global_tokens_per_expert",), ("batch_tokens_per_expert",)
 
@@ -166,7 +166,7 @@ def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = Non
 
 
 def balanced_bias(bias_E: Tensor, counts_EB: Tensor, topk: int) -> Tensor:
-    """Adds each expert's K/E quantile of gaps to its bias, then shifts all to mean 0 (if any count > 0)."""
+    """Returns biases plus each expert's K/E quantile of gaps, shifted to mean 0; unchanged without counts."""
     cumulative_EB = counts_EB.cumsum(dim=1).double()
     total_E1 = cumulative_EB[:, -1:]
     target_E1 = total_E1 * topk / bias_E.numel()

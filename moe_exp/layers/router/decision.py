@@ -64,7 +64,7 @@ class RoutingDecision:
     def for_losses(self) -> tuple[Tensor, Tensor]:
         """Scores (zero for padding) and logits, both [T, E].
 
-        If a kernel did the routing, returns `score_sums_E` and `lse_squares` of `sums` instead.
+        If a kernel did the routing, returns two fields of `sums` instead: `score_sums_E` and `lse_squares`.
         """
         if self.sums is not None:
             return self.sums.score_sums_E, self.sums.lse_squares
@@ -90,7 +90,7 @@ def without_dropped(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int)
 
 
 def kept_slots(used_TK: Tensor | None, valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:
-    """Mask of the used slots of non-padding tokens; None: all slots."""
+    """Mask of the used slots of non-padding tokens; a result of None means all slots."""
     if valid_T is None:
         return used_TK
     valid_TK = valid_T.unsqueeze(1).expand_as(expert_TK)

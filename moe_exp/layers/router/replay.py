@@ -15,7 +15,7 @@ def in_backward() -> bool:
 
 
 def is_counted_forward() -> bool:
-    """Whether routing counts this forward pass: True exactly once per micro-batch, with or without recompute.
+    """Whether routing counts include this forward pass: True once per micro-batch, with or without recompute.
 
     Under torch.compile, every pass with gradients counts, because compiled layers cannot detect recompute.
     """

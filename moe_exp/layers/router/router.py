@@ -46,7 +46,7 @@ class Router(nn.Module):
         expert_bias: [E], fp32, if configured.
         l1_factor: fp32 scalar that multiplies the coefficient of the loss `l1`; only with ReLU scores.
         slots_and_tokens: [2], int64, slots and tokens of the current global batch; only with ReLU scores.
-        gap_counts: [E, B], int64, this global batch's `count_gaps` histograms; only for quantile balancing.
+        gap_counts: [E, B], int64, sum of `count_gaps` over this global batch; only for quantile balancing.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, initially zero.
         replay: RoutingReplay that records or replays decisions, or None.
         needs_scores: whether a loss needs the scores and logits themselves, not only their sums; if True,
@@ -115,8 +115,8 @@ class Router(nn.Module):
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         """Routes tokens by their logits; `valid_T` (bool) is False for padding; None: no padding.
 
-        A subclass may override this method and return `RoutingDecision.of(...)`. `forward` counts the
-        decision's slots for the expert bias (rule `sign`) and the losses.
+        A subclass may override this method and return `RoutingDecision.of(...)`. `forward` then
+        counts this decision's slots, for the expert bias (rule `sign`) and for the losses.
         """
         problem = kernel_problem(self.config, needs_scores=self.needs_scores)
         if problem == "" and self.replay is None and takes_kernels(logits_TE, self.config.use_kernels):
@@ -157,11 +157,11 @@ class Router(nn.Module):
 
     @property
     def _counting_rules(self) -> tuple[BalanceRule, ...]:
-        """The balance rules that count this forward pass; empty in evaluation or if another pass counts."""
+        """Rules that count this pass; none in evaluation or if recompute makes another pass count instead."""
         return self.rules if self.training and is_counted_forward() else ()
 
     def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert [E] as the losses do: experts are chosen by score alone."""
+        """Like the losses, counts a micro-batch's slots per expert [E] with experts chosen by score alone."""
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
@@ -171,14 +171,14 @@ class Router(nn.Module):
 
         Args:
             group: all (data, context and tensor parallel) ranks that route tokens to these experts.
-            kinds: classes of rules to update (default: all); in Megatron programs, Megatron updates SignBias.
+            kinds: classes of rules to update (default: all); omit SignBias in Megatron, which updates it.
         """
         for rule in self.rules:
             if isinstance(rule, kinds or BalanceRule):
                 rule.end_of_batch(self, group)
 
     def counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor | None:
-        """Mask of the used slots, bool [T, K]; null experts are not excluded. None: all are used."""
+        """Mask of the used slots, bool [T, K], including slots of null experts; None if all are used."""
         if SCORES[self.config.score].uses_positive:
             return scores_TE > 0
         if self.config.top_p < 1:
@@ -271,7 +271,8 @@ class _LinearIn(torch.autograd.Function):
 def bf16_grads(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, mm: Callable[..., Tensor] = torch.mm
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of bf16 `x_TD` and `weight_ED` from fp32 `dlogits_TE`, as bf16 products summed in fp32."""
+    """Gradients of bf16 `x_TD` and `weight_ED`, as bf16 products summed in fp32;
+    `dlogits_TE` (fp32) is split in two bf16 terms."""
     # The sum of two bf16 values has 16 bits of an fp32 value's mantissa, twice as many as the results have.
     high_TE = dlogits_TE.bfloat16()
     halves_T2E = torch.cat([high_TE, (dlogits_TE - high_TE).bfloat16()], dim=1)

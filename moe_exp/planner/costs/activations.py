@@ -8,11 +8,12 @@ and t the tensor-parallel size. Each tensor is counted once, at the last operati
     norm             w*h input, 4 for statistics; on CPUs 8*h (PyTorch's RMSNorm keeps fp32 input and output)
     QKV projection   w*h input
     attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused: w*a*s/t softmax scores, no log-sums
-    projection       w*q/t input; also a transposed copy of the result, unless on a CPU or unfused
+    projection       w*q/t input: a transposed copy of attention's result; on CPUs or unfused, that
+                     result, counted once
     norm, MLP        norm as above; w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t unfused
     MoE, per token   w*h input, 4*E scores, K*(8+4) choice and weights
-    MoE, per row     w*h row, 2*w*f, and w*f after the activation; experts' results are not kept, because
-                     activations get router weights; EXPERT_BACKEND=triton: 2*w*f, and w*h for remote rows
+    MoE, per row     w*h row, 2*w*f, and w*f after the activation; experts' results are not kept, as router
+                     weights multiply the activations; EXPERT_BACKEND=triton: 2*w*f, and w*h for remote rows
     latent size l    w*h and w*l inputs of the projections down and up, another w*l if the experts gather
                      their rows themselves; rows are w*l instead of w*h
     loss             4*V/t probabilities in fp32, and w*V/t logits during the loss; CROSS_ENTROPY=triton:
@@ -60,9 +61,10 @@ class Activations:
     moved_moe: Parts  # the same for an MoE layer; modules in the order in which they run
 
     def in_transit(self, num_dense: int, num_moe: int) -> tuple[float, float]:
-        """Returns how many offloaded bytes are on the device at two times: during backward of a chunk's last
-        layers (minus the bytes that these layers have freed), and at the start of backward. During backward,
-        the device holds the offloaded tensors of two consecutive modules. Layers with dense MLPs come first.
+        """Returns two numbers of offloaded bytes on the device: the largest during backward of a chunk's last
+        layers (minus the bytes that these layers have freed), and the one at the start of backward. During
+        backward, the device holds the offloaded tensors of two consecutive modules. In a chunk, layers with
+        dense MLPs come first.
         """
         kinds = ((num_dense, self.moved_dense, self.dense_parts), (num_moe, self.moved_moe, self.moe_parts))
         stack = [kind for number, *kind in kinds for _ in range(min(2, number)) if kind[0]]
@@ -77,7 +79,7 @@ class Activations:
 
 
 def activations_of(job: PlannedJob, hardware: Hardware, imbalance: float = 1.0) -> Activations:
-    """Returns a micro-batch's activations. `imbalance`: a dropless rank's rows relative to its fair share."""
+    """Returns a micro-batch's activations. `imbalance`: a rank's rows / its fair share, without drops."""
     return _Account(job, hardware, imbalance).activations()
 
 
@@ -178,7 +180,7 @@ class _Account:
         }
 
     def _saved(self) -> dict[str, float]:
-        """Bytes that a layer does not keep because of `Engine.recompute`, by module."""
+        """Bytes, by module, that a layer need not keep thanks to `Engine.recompute`."""
         modules, config = self._job.engine.recompute, self._config
         if not modules or config.recompute == "full":
             return {}
@@ -306,14 +308,14 @@ class _Account:
 
     @cached_property
     def _windowed(self) -> float:
-        """Share of layers whose window is so short that they gather only the ends of key and value blocks."""
+        """Share of layers with windows so short that CP gathers only the ends of key and value blocks."""
         config = self._config
         fits = config.sliding_window <= config.seq_len / (2 * config.cp) + 1 and not config.document_mask
         return fits * sum(config.window_layers) / config.num_layers
 
     @cached_property
     def _writes_scores(self) -> bool:
-        """Whether attention scores are kept. Fused attention on CPUs supports neither dropout nor MLA."""
+        """Whether attention is unfused and thus keeps scores. On CPUs, dropout and MLA are not fused."""
         config = self._config
         by_blocks = config.sliding_window or config.attention_softcap or config.attention_sinks != "none"
         by_torch = (config.multi_latent_attention and not by_blocks) or config.attention_dropout
@@ -375,7 +377,7 @@ class _Account:
 
     @cached_property
     def _rows(self) -> float:
-        """Number of rows that a rank's experts compute, from the slots that all ranks send."""
+        """Number of rows (slots sent by all ranks) that a rank's experts compute."""
         config, factor = self._config, self._config.expert_capacity_factor
         if factor is not None and config.pad_to_capacity:
             return padded_slots(config, self._tokens)

@@ -109,7 +109,7 @@ class Device:
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Returns the time to move elements; their `num_bytes` (forward, backward) assume a 2-byte dtype."""
+        """Returns the time to move elements; `num_bytes` (forward, backward) is per 2-byte element."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
 
@@ -133,7 +133,7 @@ class Group:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bandwidth of a ring that leaves each node once and can use the links of all ranks on the node."""
+        """Bandwidth of a ring that leaves each node once and can use the network links of all ranks there."""
         if self.in_node:
             return self.hardware.node_bytes_per_second
         network = self.hardware.network_bytes_per_second * self.hardware.network_share
@@ -151,7 +151,7 @@ class Group:
         return sent / (self.bytes_per_second * share) + self.latency_seconds
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Returns the share of `bytes_per_second` that rings reach: `older` on Ampere and older GPUs."""
+        """Returns the share of `bytes_per_second` that rings reach; on Ampere and older GPUs, `older`."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share

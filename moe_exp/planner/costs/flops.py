@@ -21,10 +21,10 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     token uses. Of the S^2 attention scores, only the half below the causal mask counts; until late 2024,
     Megatron-LM counted all of them (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in S/(2*h) is
     DOCUMENT_TOKENS; with SLIDING_WINDOW, it is the result of `attended_tokens`. With MOE_LATENT_SIZE=l,
-    topk*ffn is multiplied by l/h, and the two projections of an MoE layer add 4*h*l in forward.
-    ATTENTION_GATE adds 2*h*n*d. Each of the MTP_NUM_LAYERS counts as a layer, an output layer, and a
-    projection (4*h^2 in forward). Norms, softmax, router and recompute are not counted; Megatron-LM counts
-    the norms of latent attention.
+    topk*ffn is multiplied by l/h, and the two projections of an MoE layer add 4*h*l per token in
+    forward. ATTENTION_GATE adds 2*h*n*d per token and layer in forward. Each of the MTP_NUM_LAYERS counts as
+    a layer, an output layer, and a projection (4*h^2 in forward). Norms, softmax, router and recompute are
+    not counted; Megatron-LM counts the norms of latent attention.
 
     Args:
         batch_size: samples of SEQ_LEN tokens in the iteration (default: GBSZ).

@@ -93,7 +93,7 @@ class PlannedJob:
 
     @property
     def all_stage_layers(self) -> list[int]:
-        """Number of layers of each pipeline stage; the last stage includes the MTP_NUM_LAYERS layers."""
+        """Number of layers per pipeline stage; the last includes multi-token prediction (MTP_NUM_LAYERS)."""
         return [*self.stage_layers[:-1], self.stage_layers[-1] + self.config.mtp_num_layers]
 
     @cached_property

@@ -49,7 +49,7 @@ class LayerTimes:
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
-        """Forward seconds repeated in backward, by value of RECOMPUTE or module of `Engine.recompute`."""
+        """Seconds of recomputation in backward, per value of RECOMPUTE or module of `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts[True] - self.starts[False]
         norms = forward["norms"] * 0.4  # their share of the residual bytes
@@ -198,7 +198,7 @@ def _core(job: PlannedJob, device: Device) -> Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """Costs of a layer's component or of the output layer: forward and backward of a rank's micro-batch."""
+    """Forward plus backward costs of a layer's component, or the output layer, for a rank's micro-batch."""
 
     name: str
     flops: float  # a multiply-add counts as two

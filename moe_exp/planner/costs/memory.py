@@ -150,8 +150,8 @@ def expected_imbalance(config: Config, spread: float) -> float:
 
     The loads of all experts have a fixed sum and a standard deviation of `spread` times their mean. The
     summed load of a rank's n = E/EP experts then deviates by spread * sqrt((1 - n/E) / n) of its mean. In
-    the first iterations of the reference runs, where the balancing loss was 1.44, rank 0 needed a spread of
-    0.5; in later iterations, the spread is near 0.
+    the first iterations of the reference runs, where the balancing loss was 1.44, rank 0's peak memory
+    implied a spread of 0.5; in later iterations, the spread is near 0.
     """
     if not config.use_moe or config.force_routing == "balanced":
         return 1.0
@@ -160,11 +160,12 @@ def expected_imbalance(config: Config, spread: float) -> float:
 
 def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float]:
     """Returns the number of micro-batches whose activations each stage keeps at once; if a rank has
-    v model chunks, each counts as 1/v of a micro-batch.
+    v model chunks, a micro-batch in one chunk counts as 1/v.
 
     With 1F1B (Narayanan et al. 2021, arXiv:2104.04473), a stage keeps one micro-batch for itself and one for
     each later stage. With the interleaved schedule of v chunks on each of p ranks, Megatron runs
-    2 * (p - stage - 1) + (v - 1) * p chunks ahead; stage 0 keeps 1 + (p - 1) / (p * v) times as much as 1F1B.
+    2 * (p - stage - 1) + (v - 1) * p chunks forward in the warm-up; stage 0 keeps 1 + (p - 1) / (p * v) times
+    as much as with 1F1B.
     """
     stages, chunks = config.pp, config.vpp or 1
     if chunks == 1:

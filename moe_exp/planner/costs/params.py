@@ -44,7 +44,7 @@ class RankParameters:
         return self.dense + self.expert
 
     def sharded(self, config: Config) -> float:
-        """Returns the number of parameters per rank when they are sharded over all their replicas."""
+        """Returns how many parameters a rank keeps if the replicas of each parameter share it evenly."""
         dense, expert = num_replicas(config)
         return self.dense / dense + self.expert / expert
 
@@ -125,7 +125,7 @@ def optimizer_state_bytes(config: Config, hardware: Hardware | None = None) -> f
     """Returns the bytes per parameter for main weight, moments and weight average, before sharding. With
     OFFLOAD_OPTIMIZER the bytes are 0, except on a CPU. `hardware` defaults to a GPU without the AdamW kernel.
 
-        OPTIMIZER                            main weight   moments               together, bf16 or fp16 / fp32
+        OPTIMIZER                            main weight   moments               sum, 16-bit / fp32 weights
         adam                                 4             4 + 4                 12      / 8
         adam, OPTIMIZER_STATE_DTYPE=bf16     4             2 + 2                 8       / 4
         adam8bit                             4             1 + 1 + 2 * 4 / 256   6.03125 / 2.03125
@@ -163,13 +163,13 @@ def num_moments(config: Config) -> int:
 
 
 def embedding_moment_bytes(config: Config) -> int:
-    """Returns the extra bytes per parameter of the embedding and output layer, where Muon uses Adam."""
+    """Returns Muon's extra bytes per parameter of the embedding and output layer, which use Adam."""
     return 4 if config.optimizer == "muon" else 0
 
 
 def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
     """Returns the bytes of weights, gradients and optimizer state of a rank, as in Megatron's
-    `report_theoretical_memory`, except that expert state is sharded over fewer replicas: world / (ETP*EP*PP).
+    `report_theoretical_memory`, but expert state is sharded over the expert replicas: world / (ETP*EP*PP).
     """
     state = optimizer_state_bytes(config)
     kept = (4 if config.dtype == "fp32" else 2) + (4 if config.grad_dtype == "fp32" else 2)
@@ -253,6 +253,6 @@ def split_layers(num_layers: int, num_stages: int, *, count_ends: bool = False) 
 
 
 def stages_text(stage_layers: Sequence[int]) -> str:
-    """Formats the layers per stage like PIPELINE_LAYERS: [8, 9, 9, 8] is 8,9*2,8."""
+    """Formats the layers per stage as in PIPELINE_LAYERS: [8, 9, 9, 8] becomes 8,9*2,8."""
     runs = [(layers, len(list(same))) for layers, same in groupby(stage_layers)]
     return ",".join(f"{layers}*{times}" if times > 1 else str(layers) for layers, times in runs)

@@ -1,4 +1,4 @@
-"""Matrix products of a job, and the implementations of the experts and of the loss. No torch."""
+"""Matrix products of a job, and the implementations of the experts and of the loss. Does not need torch."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def shared_rows(config: Config, sequence_parallel: bool) -> float:
 
 
 def num_slots(config: Config, sequence_parallel: bool) -> float:
-    """Returns a rank's number of slots (token-expert pairs), at even load or padded to capacity."""
+    """Returns a rank's slots (token-expert pairs) at even load or, with PAD_TO_CAPACITY, with the padding."""
     factor, rows = config.expert_capacity_factor, shared_rows(config, sequence_parallel)
     if factor is not None and config.pad_to_capacity:
         return padded_slots(config, rows)
@@ -157,7 +157,7 @@ def num_slots(config: Config, sequence_parallel: bool) -> float:
 
 
 def projections(config: Config, query: float, heads: float, *, tp: int) -> list[tuple[float, float]]:
-    """Returns (columns, depth) of attention's input projections for a rank's `query` channels and `heads`."""
+    """Returns (columns, depth) of attention's input projections; a rank has `query` channels and `heads`."""
     hidden, latent, rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
     if not config.multi_latent_attention:
         return [(query + 2 * config.num_query_groups * config.kv_channels / tp, hidden)]
@@ -170,7 +170,8 @@ def padded_slots(config: Config, tokens: float) -> float:
     """Returns the rows that a rank's experts compute with PAD_TO_CAPACITY, if each rank has `tokens` tokens.
 
     Each rank pads each expert's rows to the capacity for the rank's tokens (layers/moe_layer.py). With TP or
-    CP, a rank that keeps more slots than its share sends more rows; the extra rows are not counted here.
+    CP, a rank may keep more slots for an expert than this capacity and then sends more rows; these extra rows
+    are not counted here.
     """
     share = tokens * config.topk / config.num_experts
     capacity = max(config.min_capacity, math.ceil(share * (config.expert_capacity_factor or 1.0)))

@@ -96,7 +96,8 @@ def time_of(
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[tuple[Pass, Pass]]:
     """Returns the time of a micro-batch on each pipeline stage, over all its model chunks, and the part of it
-    spent on token dispatch and combine. Half of the collectives (recompute: a third) are in the forward pass.
+    spent on token dispatch and combine. Half of the time of collectives (with recompute, a third) counts as
+    forward, the rest as backward.
     """
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, parts = layer_times(job, device), _parts_of_stages(job, device)
@@ -255,12 +256,12 @@ def _data_parallel(
 
 
 def _muon_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
-    """Returns the seconds of Muon's products on the slowest stage; 0 for other optimizers.
+    """Returns the seconds of Muon's matrix products on the slowest stage; 0 for other optimizers.
 
     Muon orthogonalizes each [r, c] matrix x, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`).
-    Each step computes s = x x^T, s^2, and (b s + c s^2) x, where b and this c are fixed coefficients. The
-    steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole matrix, even with TP. Ranks that hold the same
-    matrices divide the work.
+    Each step computes s = x x^T, s^2, and (b s + c s^2) x, where b and c are fixed coefficients (not the c of
+    [r, c]). The steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole matrix, even with TP. Ranks that
+    hold the same matrices divide the work.
     """
     config = job.config
     if config.optimizer != "muon":

@@ -201,7 +201,7 @@ def _any_batch(config: Config) -> dict[str, Any]:
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """Returns the first reason in `_REASONS` for a problem, else `fallback`; '' if there are no problems."""
+    """Returns the reason for the first problem listed in `_REASONS`, else `fallback`; '' without problems."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 
@@ -241,7 +241,7 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
 
 
 def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
-    """Returns the layer splits to try as dicts of settings (an empty dict: even split). With a large
+    """Returns the layer splits to try, each as a dict of settings (empty: even split). With a large
     vocabulary, one more split counts the embedding and the output layer as one layer each; with a very large
     one, another split counts the output layer as several layers.
     """

@@ -20,7 +20,7 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
-    """Parses allowed values of layout settings, such as `2,4`; ConfigError if invalid."""
+    """Parses values to which layout settings are restricted, such as `2,4`; ConfigError if invalid."""
     values, problems = {}, []
     for name, text in texts.items():
         parts = [text] if name in _LISTS else text.split(",")

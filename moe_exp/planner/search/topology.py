@@ -1,7 +1,7 @@
 """Finds the fastest layout of a model on given GPUs, and why other layouts are slower or invalid.
 
 Memory grows with the micro-batch size and model chunks, and shrinks with recompute. For each choice of
-parallel sizes, the search therefore tries increasing micro-batch sizes with as little recompute as fits.
+parallel sizes, the search therefore tries increasing micro-batch sizes with the least recompute that fits.
 Does not import torch.
 """
 

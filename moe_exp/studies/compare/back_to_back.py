@@ -140,7 +140,7 @@ def predicted_seconds(variant: Variant) -> float | None:
 
 
 def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
-    """Copy of `known` plus measured seconds per iteration of variants it lacks; ValueError on failure."""
+    """Returns a copy of `known`, completed with measured seconds per iteration; ValueError on failure."""
     left = [variant for variant in comparison.variants if variant.name not in known]
     pace, folder = dict(known), comparison.folder / "pace"
     if not left:
@@ -164,7 +164,7 @@ def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[st
 
 
 def need_packages(field: str, *packages: str) -> None:
-    """Raises ConfigError before the first run if a package that the tables need is missing."""
+    """Raises ConfigError before the first run if a package that the report's tables need is missing."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             rule = "the tables require this package, which is not installed"
@@ -175,7 +175,7 @@ def check_runs(
     runs: Sequence[Case],
     problems_of: Callable[[Config], Iterable[str]] = lambda one: [*one.problems(), *check_environment(one)],
 ) -> None:
-    """ConfigError if runs cannot start; each line of the error names the affected runs, unless all are."""
+    """ConfigError if runs cannot start; error lines that do not apply to all runs name the affected runs."""
     named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:

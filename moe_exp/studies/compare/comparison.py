@@ -105,7 +105,7 @@ class Comparison:
         return replace(self, variants=tuple(paced))
 
     def known_pace(self) -> dict[str, float]:
-        """Returns the seconds per iteration by variant that earlier `moe-exp compare` calls measured."""
+        """Returns seconds per iteration of each variant that an earlier `moe-exp compare` call measured."""
         before = self._kept().get("variants", {})
         paces = {name: entry.get("seconds_per_iteration") for name, entry in before.items()}
         return {name: seconds for name, seconds in paces.items() if seconds}

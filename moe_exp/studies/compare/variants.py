@@ -59,7 +59,7 @@ class Variant:
         return Variant(self.name, self.own, flags, load_config(flags, {}))
 
     def lasting(self, iterations: int) -> Variant:
-        """Returns the variant with TRAIN_ITERS=`iterations` and its learning rate schedule scaled alike."""
+        """Returns the variant with TRAIN_ITERS=`iterations` and a learning rate schedule adapted to it."""
         before, share = self.config, iterations / self.config.train_iters
         if share == 1:
             return self
@@ -204,7 +204,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Matches variants to the reference by setting MLP widths they leave open; ConfigError if impossible."""
+    """Matches variants to the reference: sets MLP widths not set by a variant; ConfigError if impossible."""
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:

@@ -146,7 +146,7 @@ class Ladder:
         return ladder
 
     def problems(self) -> Iterator[str]:
-        """Checks that the baseline exists, FLOPs rise by rung, and FLOPs per token match across variants."""
+        """Checks that the baseline exists, rungs increase in FLOPs, and variants match in FLOPs per token."""
         if self.baseline not in self.names:
             yield problem("baseline", self.baseline, "unknown variant", f"use one of {', '.join(self.names)}")
         if ramp := self.rungs[0].reference.config.rampup_batch_size:

@@ -234,7 +234,7 @@ def _fit_means(
 
 
 def estimate(value: float, draws: Sequence[float], covered: float = COVERED) -> Estimate:
-    """Returns `value` with the interval that covers the share `covered` of `draws`; a draw may be inf."""
+    """Returns `value` with the interval that contains a fraction `covered` of `draws`; a draw may be inf."""
     if not draws:
         return Estimate(value)
     tail = 100 * (1 - covered) / 2

@@ -57,7 +57,7 @@ class Results:
 
 
 def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Results:
-    """Reads all runs. `reasons`: why runs failed, by `run_name`; without one, the status is listed."""
+    """Reads all runs. `reasons`: why runs failed, by `run_name`; other failures are listed by status."""
     reasons = reasons or {}
     ended = [[read_ended(run) for run in comparison.runs()] for comparison in ladder.rungs]
     everything = [one for rung in ended for one in rung]

@@ -79,8 +79,8 @@ class Sweep:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Sweep:
-        """Reads all settings without touching the disk; ConfigError with all invalid values. `flags`
-        are settings of the sweep and of its runs by field name; None means not given.
+        """Reads all settings, writing nothing to disk; raises one ConfigError for all invalid values.
+        `flags` are settings of the sweep and of its runs by field name; None means not given.
         """
         flags = with_file(flags, environ)
         fields = SweepSettings.model_fields
@@ -152,7 +152,7 @@ class Sweep:
         return [first, *others]
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
-        """Returns the rows of this sweep's `cases`, then of other cases that earlier calls have run.
+        """Returns the rows of this sweep's `cases`, then of other cases with results in the folder.
 
         With `retry_failed`, those of `cases` that failed, ran out of memory or timed out count as not run.
         """

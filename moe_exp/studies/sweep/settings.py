@@ -1,7 +1,7 @@
 """Settings of a sweep: lists of layouts, iterations per case, and output folder. No torch.
 
 Like run settings, sweep settings are resolved in the order default < environment < command line. Each
-list, such as TPS, has values of one run setting, such as TP; if the list is empty, all cases use TP itself.
+list, such as TPS, has values of one run setting, such as TP; if TPS is empty, all cases use the value of TP.
 """
 
 from collections.abc import Mapping

@@ -117,12 +117,12 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """Job that predicts what runs measure: resident memory on a CPU, PyTorch's allocations on a GPU."""
+    """Job for predicting memory as runs record it: resident on a CPU, allocated by PyTorch on a GPU."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Returns why a layout is predicted to run out of memory, or ""; on a CPU, counts all ranks of a node."""
+    """Why a layout is predicted to run out of memory, or ""; on a CPU, a node's ranks share its memory."""
     if not gpu:
         return ""
     # On a GPU, context and NCCL buffers must fit as well, not only PyTorch's allocations.

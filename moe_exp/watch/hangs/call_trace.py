@@ -1,4 +1,4 @@
-"""Trace of a rank's latest function calls in a memory-mapped file, which survives kill -9 (TRACE_CALLS_FROM).
+"""With TRACE_CALLS_FROM, traces a rank's latest function calls in a memory-mapped file that survives kill -9.
 
 One fixed-length line per call: number, seconds of the host's monotonic clock, function. In a full file,
 each new line overwrites the oldest; `sort -n` restores the order. Only Python functions of chosen packages

@@ -1,8 +1,9 @@
 """Dumps the state of this node's ranks, and their stacks from py-spy or, if it fails, from faulthandler.
 
-py-spy reads the memory of a running or stopped process without stopping it. In a hang, py-spy runs again,
-stopping the process for about a second to read C frames. faulthandler writes stacks on a signal, even while
-the GIL is held. It reads frames without a lock; this is safe in a hung process and usually in a running one.
+py-spy reads the memory of a process without stopping it (it may be running or already stopped). In a hang,
+a second run of py-spy also reads C frames, which stops the process for about a second. faulthandler writes
+stacks on a signal, even while the GIL is held. It reads frames without a lock; this is safe in a hung process
+and usually in a running one.
 """
 
 import errno
@@ -190,7 +191,7 @@ def _record(pipe: Path, path: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the last collective of each process group (`last`) and the latest `entries` of `record`."""
+    """From `record`: `last`, the last collective of each process group; `entries`, the latest entries."""
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}

@@ -68,7 +68,7 @@ def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
 
 
 def latest_request(folder: Path) -> Request | None:
-    """The latest request if `folder` is RUN/hang; the answered request if `folder` contains answers."""
+    """The latest request if `folder` is RUN/hang; in a folder of answers, the request that they answer."""
     return _read(Request, folder / "request.json")
 
 

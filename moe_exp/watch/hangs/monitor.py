@@ -211,7 +211,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes this node's stacks; for a hang, returns the verdict (None: none came), and obeys it."""
+        """Writes this node's stacks; for a hang, also obeys the verdict and returns it (None: none came)."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         # the requesting launcher decides for all nodes, since it reads the answers of all
@@ -282,7 +282,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         return True
 
     def _named_by_another(self) -> Request | None:
-        """Another node's request for the same hang, or None; node 0 does not wait for such a request."""
+        """Another node's request for the same hang, or None; all nodes except node 0 wait a while for one."""
         # all nodes detect the hang at about the same time, and their stacks belong in one folder
         deadline = time.monotonic() + (_NAMING_SECONDS if self._config.node_rank else 0.0)
         while True:

@@ -202,7 +202,7 @@ def summarize(folder: Path) -> Summary:
 
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
-    """Yields all stacks, latest calls of suspected ranks (if none, of all), and why stack tools failed."""
+    """Yields all stacks, why stack tools failed, and latest calls (of suspected ranks; of all if none is)."""
     # one stack per group: thousands of ranks may be in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])

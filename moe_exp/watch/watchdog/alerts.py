@@ -156,7 +156,7 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
 
 @dataclass
 class _Flags:
-    """Reads the channels and collects problems; in `options`, a value that is not given is empty or None."""
+    """Reads the channels and collects problems; `options` that were not given are empty or None."""
 
     options: Mapping[str, Any]
     environ: Mapping[str, str]

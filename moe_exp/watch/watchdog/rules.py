@@ -1,4 +1,4 @@
-"""Rules that detect problems of a run from its files, SLURM's queue and its disk. No torch."""
+"""Rules that detect problems of a run from its files, its disk and SLURM's queue. No torch."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (key to text) of a run without a folder; `jobs` names its jobs; `missing`: error text."""
+    """Problems (key to text) of a run without a folder; `jobs`, `missing`: texts on its jobs and folder."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -143,7 +143,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """Reports the latest start if it failed and no job began later; `since`: text on the jobs since then."""
+    """Reports that the latest start failed, unless a job began later; `since`: text on later jobs."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure
@@ -265,7 +265,7 @@ def state_line(sight: Sight) -> str:
 
 
 def span(seconds: float) -> str:
-    """Formats a time span in its two largest units: 40 s, 5 min, 3 h 10 min, 2 d 3 h."""
+    """Formats a time span in one or two units: 40 s, 5 min, 3 h 10 min, 2 d 3 h."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{max(0, seconds):.0f} s"

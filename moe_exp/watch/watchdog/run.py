@@ -68,7 +68,7 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """Latest start's status: new, running (also if it died silently), finished, stopped or failed."""
+        """Latest start's status: new, running (or died silently), finished, stopped or failed."""
         status = "new"
         for event in self.events:
             if event["event"] in (*_STARTS, "restart"):
@@ -110,7 +110,7 @@ class RunView:
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """`seconds_per_iteration` plus saves and evaluations; an evaluated batch counts as 1/3 iteration."""
+        """`seconds_per_iteration` plus saves and evaluation per iteration (evaluated batch: 1/3 of one)."""
         if (pace := self.seconds_per_iteration) is None:
             return None
         evaluate, save = int(self.settings["eval_interval"]), int(self.settings["save_interval"])
@@ -154,7 +154,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """Number of latest starts in a row at the same iteration, without a save between them."""
+        """Number of starts in a row, up to the latest, at the same iteration without a save between them."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
@@ -258,7 +258,7 @@ class Disk:
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """Last day's samples and a new one; if the two newest old samples are close, drops the later one."""
+    """Last day's samples plus a new one; drops the last old sample if it is close to the one before it."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:
@@ -267,7 +267,7 @@ def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample
 
 
 def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
-    """Measures the disk's fill rate if `samples` span an hour and a few saves, else uses checkpoint sizes."""
+    """Fill rate: measured if `samples` span an hour and a few saves, else based on checkpoint sizes."""
     settings, free, begin = view.settings, samples[-1][1], 0.0
     if settings["keep_last"]:
         # until the run has as many checkpoints as it keeps, the disk fills faster than afterwards

@@ -272,7 +272,7 @@ def test_arguments_that_cannot_be_used(tmp_path, changes, message):
 
 def test_a_document_larger_than_an_eighth_of_the_budget_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "b" * (2**21), "c"])
-    with pytest.raises(ValueError, match=r"a.jsonl: a line exceeds the buffer of 2097152 bytes. Fix: set"):
+    with pytest.raises(ValueError, match=r"a.jsonl: a line exceeds the buffer of 2097152 bytes"):
         shuffle_documents([path], tmp_path / "out", name="x", memory_bytes=2**24)
     manifest = shuffle_documents([path], tmp_path / "out", name="x", memory_bytes=2**25)
     assert manifest["read"]["num_documents"] == 3

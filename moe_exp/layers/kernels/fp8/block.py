@@ -2,7 +2,7 @@
 
 Tensor cores sum 128 products at a time; each sum is multiplied by both input blocks' scales and added in
 fp32, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). Hopper's tensor cores keep only about 14 bits of
-FP8 sums. Each program computes one tile from all rows of an expert, without atomics, so results are bitwise
+FP8 sums. Each program computes all sums of one tile of the result, without atomics, so results are bitwise
 reproducible. Shape suffixes: see `moe_exp.layers`; C counts blocks of 128.
 """
 
@@ -84,7 +84,7 @@ def block_matmul(
     x_RI: Tensor, x_scale_RC: Tensor, w_LOI: Tensor, w_scale_LCC: Tensor, offsets_L1: Tensor,
     dtype: torch.dtype, bias_LO: Tensor | None = None, weights_R: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiplies each row by its expert's matrix; returns [R, O], undefined from row offsets_L1[L] on.
+    """Multiplies each row by its expert's matrix. Returns [R, O]; rows from offsets_L1[L] on are undefined.
 
     Args:
         x_RI, x_scale_RC: rows sorted by expert, from `quantize_rows`.

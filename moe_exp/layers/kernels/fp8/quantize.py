@@ -1,8 +1,8 @@
 """Quantization to e4m3 with an fp32 scale per block of 1 x 128, 128 x 1 or 128 x 128 values.
 
 As in DeepSeek-V3 (arXiv:2412.19437, section 3.3): q = x / s, rounded to nearest. Each block has the scale
-s = max |x| / 448, because 448 is the largest value of e4m3. Shape suffixes: see `moe_exp.layers`; C counts
-blocks of 128 columns.
+s = max |x| / 448, because 448 is the largest value of e4m3. Shape suffixes: see `moe_exp.layers`; C is
+the number of blocks of 128 columns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if tl is not None:
 
 @jit
 def scale_of(values, AXIS: tl.constexpr):
-    """Scale of each block of values along the given axis; NaN values are ignored."""
+    """Scales of blocks; the values along AXIS form a block. NaN values are ignored."""
     largest = tl.max(tl.where(values == values, tl.abs(values), 0.0), AXIS)
     return tl.div_rn(tl.maximum(largest, _LEAST), tl.full(largest.shape, _LARGEST, tl.float32))
 
@@ -84,7 +84,7 @@ def _columns_kernel(
     x, index, q, scales, offsets, num_experts, num_sources, width, stride_r, BLOCK_E: tl.constexpr,
     COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes and transposes COLUMNS columns of 128 rows of an expert; rows past the expert's are zero."""
+    """Quantizes and transposes up to 128 rows of one expert in COLUMNS columns; pads the rows with zeros."""
     # FP8 tensor cores require that the summed dimension, here the rows, is contiguous: hence transposed.
     tile = tl.program_id(0)
     tile_ends = row_tile_ends(offsets, num_experts, _BLOCK, BLOCK_E)
@@ -206,8 +206,8 @@ def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None)
 def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes each column in B blocks of 128 rows: e4m3 [B, M, 128], fp32 scales [B, M].
 
-    Each block belongs to one expert. An expert's last block is padded with zeros. Blocks past the last
-    expert are undefined.
+    Each block belongs to one expert. An expert's last block is padded with zeros. Unused blocks at
+    the end have undefined values.
 
     Args:
         x: rows [R, M] sorted by expert or, if `index_R` is given, the tensor [T, M] to gather rows from.
