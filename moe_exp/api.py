@@ -36,9 +36,9 @@ class Run:
         config: settings with which the run was last started.
         summary: outcome of the run (docs/run_folder.md); empty until the run ends.
         records: all records of metrics.jsonl, in order.
-        train, valid, events: records of each kind as a DataFrame with a column per field. Null values are NaN
-            or None.
-        experts: expert loads as a DataFrame with a row per layer of each train record.
+        train, valid, events: DataFrame of the records of that kind, with a column per field. Null values are
+            NaN or None.
+        experts: DataFrame of expert loads, with a row for each layer in each train record.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -97,8 +97,8 @@ class Run:
         """Plots loss, throughput and expert balance of this run and `others`.
 
         Runs that differ only in SEED are averaged into one line, with a band from the lowest to the highest
-        value. Labels show the settings that differ between lines or, if no settings differ, the run
-        folders.
+        value. Labels show the settings that differ between lines. If no settings differ, labels show the
+        run folders.
 
         Args:
             others: further runs to plot.
@@ -120,8 +120,8 @@ class Run:
 def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> Run:
     """Trains a model, or resumes a run, as `moe-exp train` does, and returns the run.
 
-    In a process group, or under torchrun, this process trains as one of the ranks, so call `train` on every
-    rank. Otherwise, `train` launches the ranks on this machine and waits until they end.
+    In a process group or under torchrun, every rank must call `train`, which trains in the calling process.
+    Otherwise, `train` launches the ranks on this machine and waits until they end.
 
     Args:
         resume: run folder to resume; `settings` override its settings.
@@ -133,7 +133,7 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
         The run; `summary["status"]` is "finished", or "stopped" if a signal or a setting ended the run early.
 
     Raises:
-        ValueError: if settings are invalid or refer to unusable files; one line per problem.
+        ValueError: if settings are invalid or refer to unusable files; the message has one line per problem.
         RuntimeError: if the run fails; the message tells why.
         ModuleNotFoundError: if torch is not installed.
     """
@@ -183,11 +183,11 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 def load_model(path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str = "") -> Model:
-    """Loads a trained model into this process, for `generate` and `score`: see `moe_exp.inference.model`.
+    """Loads a trained model into this process. The model has the methods `generate` and `score`.
 
     Args:
         path: run folder, checkpoints folder or iter_ folder.
-        dtype: compute dtype: fp32, bf16 or fp16; empty: as in training.
+        dtype: compute dtype (fp32, bf16 or fp16); empty: as in training.
         tokenizer: tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: as in
             training.
 
@@ -205,18 +205,18 @@ def plan(
     *, gpu: str | None = None, gpus: int | None = None, tokens: float | str | None = None,
     price: float | None = None, profile: str | os.PathLike[str] | None = None, **settings: Any,
 ) -> RunPlan:  # fmt: skip
-    """Predicts memory, time and cost of a run, as `moe-exp plan` does. Needs no torch.
+    """Predicts memory, time and cost of a run, as `moe-exp plan` does. Works without torch.
 
     Args:
         gpu: device name listed by `moe-exp plan hardware` (default: A100-80GB).
         gpus: total number of devices; replaces the setting `nnodes`.
         tokens: token budget, a number or text such as "300B"; replaces the setting `train_iters`.
         price: price of a GPU-hour, in any currency.
-        profile: file with constants written by `moe-exp plan calibrate`.
+        profile: file of constants that `moe-exp plan calibrate` wrote.
         settings: as for `train`.
 
     Raises:
-        ValueError: if values are invalid; one line per value.
+        ValueError: if values are invalid; the message has one line per invalid value.
     """
     from moe_exp.data.tokens.manifests import with_vocab_size
     from moe_exp.planner.hardware import DEFAULT_GPU, load_hardware
@@ -232,13 +232,13 @@ def plan(
 
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Converts settings to the text that `moe-exp train` reads from its flags; omits None values."""
+    """Converts settings to the text of flags of `moe-exp train`; omits settings whose value is None."""
     given = {name: value for name, value in settings.items() if value is not None}
     return {name: str(one).lower() if isinstance(one, bool) else str(one) for name, one in given.items()}
 
 
 def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Groups runs that differ only in SEED; maps the label of each plotted line to its runs."""
+    """Groups runs that differ only in SEED; returns a dict from each plotted line's label to its runs."""
     from moe_exp.runs.curves import grouped_by_seed, names_by_difference
 
     settings = [run._settings for run in runs]
@@ -256,7 +256,7 @@ def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
     """Returns a DataFrame with a row per record. Columns are `keys`, followed by the records' other fields.
-    Numeric columns have a float or int dtype, even if all values are null or exceed int64.
+    Columns of only numbers have a float or int dtype, even if all values are null or a value exceeds int64.
     """
     pandas = _package("pandas", extra="analysis")
     # always include the known columns, which a run that just started may lack

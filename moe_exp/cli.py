@@ -58,7 +58,7 @@ def _chosen(parser: ExactParser, args: argparse.Namespace) -> ExactParser:
 
 
 def parser_of(*names: str) -> ExactParser:
-    """Returns the parser of the commands `names` (default: all). If `data` is named, adds its subcommands."""
+    """Returns a parser with the commands `names` (default: all). The name `data` adds its subcommands."""
     try:
         version = importlib.metadata.version("moe-exp")
     except importlib.metadata.PackageNotFoundError:

@@ -36,10 +36,11 @@ class Source:
 
 
 def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> Source | None:
-    """Finds the newest intact checkpoint, up to iteration `newest`, in a checkpoints folder, run folder or
-    iter_ folder. Returns None if the folder has no checkpoints. All ranks must call this function.
-    With `checksums`, the ranks read all files; otherwise they only compare file sizes. Raises ValueError on
-    every rank if no checkpoint is intact or if the newest checkpoint has a newer format.
+    """Finds the newest intact checkpoint in a checkpoints folder, run folder or iter_ folder. Ignores
+    checkpoints of iterations after `newest`. Returns None if the folder has no checkpoints. All ranks must
+    call this function. With `checksums`, the ranks read all files; otherwise they only compare file sizes.
+    Raises ValueError on every rank if no checkpoint is intact, or if the format of the newest checkpoint
+    is too new for this package.
     """
 
     # imported here, so that a launcher, which only calls `find_source_here`, does not import Megatron
@@ -91,8 +92,8 @@ def _first_whole(path: Path, candidates: Sequence[Path], damage_of: Callable[[Pa
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
     """Checks a checkpoint's small files. Returns the damage in one line (empty if intact), and the manifest's
-    file entries. If there is no manifest (Megatron-LM), compares file sizes with `.metadata` and returns no
-    entries. Raises NewerFormatError if a newer version of this package wrote the checkpoint.
+    file entries. Megatron-LM writes no manifest: for its checkpoints, compares file sizes with `.metadata`
+    and returns no entries. Raises NewerFormatError if a newer version of this package wrote the checkpoint.
     """
     try:
         manifest = Manifest.read(folders.existing(folder))
@@ -136,7 +137,7 @@ def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
 
 
 def dense_problems(c: Config, dense: Mapping[str, Any] | None) -> list[str]:
-    """Reasons why this run cannot start from the dense run with settings `dense` (None: not recorded)."""
+    """Reasons why this run cannot start from a dense run with settings `dense` (None if not recorded)."""
     rule, fix = "was not written by this package", "specify a run of moe_exp"
     if dense is not None:
         rule, fix = "is the checkpoint of an MoE run", "specify a run with USE_MOE=false"
@@ -163,7 +164,7 @@ class Verification:
         return (self.folder / MANIFEST).exists()
 
     def findings(self) -> Iterator[Finding]:
-        """Yields problems as they are found; the counts are complete at the end."""
+        """Yields each problem when it is found. The counts are complete after the last problem."""
         try:
             manifest = Manifest.read(self.folder)
             if manifest is not None:

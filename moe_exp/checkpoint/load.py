@@ -59,9 +59,10 @@ def saved_progress(path: Path) -> Progress | None:
 
 def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
     """Loads the iter_ folder `path`, or the newest checkpoint in `path`, into `trained`. A weights-only or
-    Megatron-LM checkpoint provides only weights, and the iteration is 0. Raises ConfigError, before loading
-    anything, if model or optimizer differ from `config`; ValueError if there is no checkpoint or its
-    parameters differ from the model's; RestoreError if loaded values differ from saved ones.
+    Megatron-LM checkpoint provides only weights, and the iteration is 0. If the checkpoint's
+    model or optimizer differs from `config`, raises ConfigError before loading anything. Raises ValueError
+    if there is no checkpoint or if its parameters differ from the model's. Raises RestoreError if loaded
+    values differ from the saved ones.
     """
     # a rank that alone cannot read a file must not leave the others waiting for it
     folder = on_every_rank(lambda: one_checkpoint(path))
@@ -145,9 +146,9 @@ def compare_restored(
     runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
     """Compares the loaded model and optimizer state with the fingerprints in their iter_ folder, using one
-    all-reduce. `converted`: moments as read, if the optimizer keeps them in bf16 or 8 bits; None: the
-    optimizer state is not compared. Returns the number of tensors compared; raises RestoreError on every rank
-    if a tensor differs.
+    all-reduce. Returns the number of tensors compared. Raises RestoreError on every rank if a tensor differs.
+    `converted`: the moments as read from the checkpoint, if the optimizer keeps them in bf16 or 8 bits. If
+    `converted` is None, the optimizer state is not compared.
     """
     # Checksums show that the files are intact. Fingerprints also show that each value was written from and
     # read into the right place, under any parallel layout.
@@ -180,7 +181,7 @@ def compare_restored(
 
 
 def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | None) -> Iterator[TensorPiece]:
-    """Yields the values of model and optimizer under their checkpoint keys, each on exactly one rank."""
+    """Yields model and optimizer values with their checkpoint keys. Each value is from exactly one rank."""
     weights = training_state.weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
     if converted is not None:

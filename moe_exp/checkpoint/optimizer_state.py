@@ -16,8 +16,9 @@ its offsets:
 
 Shards of fp32 tensors are views of the optimizer's tensors: saving takes no memory, and loading fills them in
 place. Main weights stored as remainders (MAIN_PARAMS=remainder, `engine/fused_step.py`) are first expanded to
-fp32, until the next iteration. Main weights kept in host memory stay there during saving and loading. Saving
-converts bf16 and 8-bit moments to fp32 on the host; loading reverses this (`engine/optimizer_classes.py`).
+fp32 and stay fp32 until the next iteration. Main weights kept in host memory stay there during saving and
+loading. Saving converts bf16 and 8-bit moments to fp32 on the host, and loading converts them back
+(`engine/optimizer_classes.py`).
 """
 
 import itertools
@@ -60,7 +61,7 @@ class Owned:
 
 
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
-    """Yields this rank's state of each parameter, over all optimizers in the chain `optimizer`."""
+    """Yields this rank's state of each parameter, from every optimizer in the chain `optimizer`."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
@@ -107,7 +108,7 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
 
 
 def shards_of(state: Iterable[Owned], weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-    """Yields the shards of `state` in a checkpoint, under the keys that a save writes."""
+    """Yields `state` as shards of a checkpoint, with the keys that a save writes."""
     described = (one for one in nested_values(dict(weights)) if not isinstance(one, ShardedObject))
     by_parameter = {one.data: one for one in described}
     for owned in state:
@@ -159,7 +160,7 @@ def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 
 
 def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
-    """Yields each value in a checkpoint's nested optimizer state that is named `name` and has type `kind`."""
+    """Yields every value of type `kind` named `name` in a checkpoint's nested optimizer state."""
     if isinstance(saved, Mapping):
         if name in saved and isinstance(saved[name], kind):
             yield saved[name]
@@ -170,9 +171,9 @@ def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
 
 class OptimizerRequest:
     """Requests the optimizer's state from a checkpoint. The load fills `shards` in place, then `finish`
-    completes the state. `weights` is the model's state under the checkpoint's keys. If `with_moments` is
-    false (the checkpoint has another optimizer), only main weights are loaded, and moments and steps start at
-    zero. If `has_average` is false (no moving average in the checkpoint), this run's average starts from the
+    completes the state. `weights` is the model's state, with the checkpoint's keys. `with_moments` is false
+    if the checkpoint has another optimizer: only main weights are then loaded, and moments and steps start at
+    zero. If the checkpoint has no moving average (`has_average` is false), this run's average starts from the
     weights.
     """
 
@@ -198,8 +199,8 @@ class OptimizerRequest:
 
     @torch.no_grad()
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
-        """Completes the load: sets main weights, `model` weights, steps and loss scale. `saved` is built by
-        `optimizer_groups` or Megatron. This run's learning rate, betas and weight decay do not change.
+        """Completes the load: sets main weights, weights of `model`, steps and loss scale. `saved` is built
+        by `optimizer_groups` or Megatron. This run's learning rate, betas and weight decay do not change.
         """
         for owned in [] if self._has_main_weights else self._state:
             owned.values["param"].copy_(owned.parameter.view(-1)[owned.start : owned.stop])
@@ -220,5 +221,5 @@ class OptimizerRequest:
 
 
 def only(owned: Owned, names: Collection[str]) -> Owned:
-    """`owned` with only the state in `names`."""
+    """Returns a copy of `owned` that has only the states named in `names`."""
     return replace(owned, values={name: value for name, value in owned.values.items() if name in names})

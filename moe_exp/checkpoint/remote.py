@@ -70,7 +70,7 @@ def newest_there(url: str) -> int | None:
 
 
 def _complete(names: Iterable[str]) -> dict[int, str]:
-    """Folder name of each complete checkpoint in the file list `names`, by iteration (in ascending order)."""
+    """Returns {iteration: folder} for complete checkpoints in the file list `names`, in ascending order."""
     found = (match for name in names if (match := _WHOLE.fullmatch(name)))
     return dict(sorted((int(match[2]), match[1]) for match in found))
 
@@ -87,7 +87,8 @@ def check_writable(config: Config) -> None:
 
 def send_checkpoint(config: Config, iteration: int) -> int:
     """Uploads a checkpoint and the run's small files, then prunes remote checkpoints (KEEP_LAST). Resumes an
-    interrupted upload. Returns the checkpoint's size (bytes); raises FileNotFoundError if it is missing.
+    interrupted upload. Returns the checkpoint's size (bytes). Raises FileNotFoundError if the
+    checkpoint is missing.
     """
     run, store = RunFolder.of(config), Store(remote_run(config))
     folder = folders.iteration_folder(run.checkpoints, iteration)
@@ -194,7 +195,7 @@ class Uploads:
 
 
 def fetch_run(config: Config) -> None:
-    """If there is no local checkpoint, downloads the run's newest complete checkpoint and its small files."""
+    """If there is no local checkpoint, downloads the run's small files and newest complete checkpoint."""
     run, url = RunFolder.of(config), remote_run(config)
     if not url or folders.usable(run.checkpoints):
         return

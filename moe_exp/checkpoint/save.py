@@ -1,11 +1,11 @@
 """Saves checkpoints atomically: ranks write into a temporary folder, which is renamed on success and removed
 on failure. All ranks must call `begin` and `finish`.
 
-1. `CheckpointWriter.begin` creates the temporary folder and plans, with collectives, what each rank writes.
+1. `CheckpointWriter.begin` creates the temporary folder and uses collectives to plan what each rank writes.
 2. A thread writes this rank's files. With ASYNC_SAVE, the thread writes from a host-memory copy of the state
    while training continues.
-3. `CheckpointWriter.finish`: all ranks report their files to rank 0, which writes metadata and manifest,
-   syncs and renames the folder.
+3. In `CheckpointWriter.finish`, all ranks report their files to rank 0. Rank 0 writes metadata and manifest,
+   then syncs and renames the folder.
 
 In step 2, no rank waits for other ranks. If a rank runs out of disk space, all ranks learn of it in step 3.
 """
@@ -117,7 +117,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints one at a time; never deletes iteration `loaded` or those in rank 0's `held()`."""
+    """Saves one checkpoint at a time. Never removes iteration `loaded` or iterations in rank 0's `held()`."""
 
     def __init__(
         self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,
@@ -150,7 +150,7 @@ class CheckpointWriter:
         partial = partial.with_name(partial.name + folders.PARTIAL)
 
         def make() -> str:
-            """Creates an empty folder to write into; returns the error, or an empty string."""
+            """Creates an empty folder to write into; returns an error message, empty on success."""
             try:
                 folders.recover(partial.parent)
                 partial.mkdir(parents=True)
@@ -192,8 +192,8 @@ class CheckpointWriter:
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan)
 
     def finish(self) -> Saved | None:
-        """Waits for all ranks, then publishes the checkpoint; None if no save began. A failure is returned in
-        `Saved.error`, not raised.
+        """Waits for all ranks, then publishes the checkpoint. If the save fails, raises no exception; the
+        reason is in `Saved.error`. Returns None if no save was started.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -204,7 +204,7 @@ class CheckpointWriter:
         return from_first_rank(lambda: self._conclude(pending, all_written))
 
     def _conclude(self, pending: _Pending, all_written: list[Written]) -> Saved:
-        """On rank 0: publishes the checkpoint and removes old ones, or removes the files of a failed save."""
+        """On rank 0, publishes a checkpoint and removes old ones. If the save failed, removes its files."""
         num_bytes, errors = 0, [one.error for one in all_written if one.error]
         error = "; ".join(dict.fromkeys(errors))  # ranks of one node often report the same error
         try:
@@ -258,7 +258,7 @@ class CheckpointWriter:
 
 
 def write_rank_files(folder: Path, rank: int, plan: CheckpointPlan) -> Written:
-    """Writes and syncs this rank's part of `plan`; returns an error instead of raising it."""
+    """Writes and syncs this rank's part of `plan`. An error is returned in `Written.error`, not raised."""
     try:
         with TorchDistWriter(folder, rank=rank) as writer:
             for key, values, shape, offsets in plan.chunks:

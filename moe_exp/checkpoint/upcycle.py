@@ -2,14 +2,14 @@
 
 Plain (Komatsuzaki et al. 2023, Sparse Upcycling, arXiv:2212.05055): every expert is a copy of the dense MLP.
 Granular (He et al. 2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524): the
-MLP's hidden units are split into G shards, and expert e is a copy of shard e mod G, with 1/G of the width.
+MLP's hidden units are split into G shards, each with 1/G of the width. Expert e is a copy of shard e mod G.
 
 Derivation: the dense MLP y = W2 act(W1 x) + b2 is a sum over hidden units, and therefore over shards: y =
 sum_s W2_s h_s + b2 with h_s = act(W1_s x). With a gate, h_s = act(W1gate_s x) * (W1up_s x), and a shard takes
 the same rows of W1gate and W1up. The G experts jG to jG + G - 1 form a virtual group: their router rows are
 equal, and so are their scores. The top K = G*T experts are therefore T whole groups, which contain each shard
-T times. A token's router weights must add up to a constant c (the scaling factor, if weights are normalized).
-The router weights within a group are equal, so the router weights of each shard add up to c/G:
+T times. A token's router weights must add up to a constant c. If the weights are normalized, c is the scaling
+factor. The router weights within a group are equal, so the router weights of each shard add up to c/G:
 
     sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'    hence W2' = (G/c) W2, b2' = b2 / c.
 
@@ -39,10 +39,10 @@ def experts_of(
     shards: Mapping[int, Mapping[str, Tensor]], experts: Sequence[int], *, granularity: int,
     weights_sum: float,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Builds the tensors of L experts from the dense MLP's numbered `shards`. `experts` are their indices in
-    the whole layer; `weights_sum` is c, the sum of a token's router weights. Returns `weight1` [L, W/G, D],
-    `weight2` [L, D, F/G], and the biases if the MLP has biases. D is the hidden size, F is the dense MLP's
-    width, W is F (2F with a gate), and G is `granularity`.
+    """Builds the tensors of L experts from the dense MLP's numbered `shards`. `experts` contains the
+    indices of these L experts in the whole layer. `weights_sum` is c, the sum of a token's router weights.
+    Returns `weight1` [L, W/G, D], `weight2` [L, D, F/G], and the biases if the MLP has biases. D is the
+    hidden size, F is the dense MLP's width, W is F (2F with a gate), and G is `granularity`.
     """
     # The second projection is linear, so applying the whole factor to it is exact for every activation.
     # He et al. scale both projections, which is exact only if the activation is homogeneous; a different
@@ -54,15 +54,15 @@ def experts_of(
 
 
 def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
-    """Returns router rows [E, D]: each group of `granularity` rows becomes copies of its first row."""
+    """Returns router weights [E, D]: each row equals the first row of its group of `granularity` rows."""
     return weight_ED[::granularity].repeat_interleave(granularity, dim=0)
 
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
-    """Replaces the initial weights with dense weights saved in UPCYCLE_FROM (in any parallel layout). The
-    optimizer starts from zero. The router keeps its initial weights, but rows in a virtual group become
-    equal. All ranks must call this function. Returns a one-line summary; ValueError if the dense model does
-    not match the MoE model.
+    """Replaces the initial weights with the weights of the dense checkpoint UPCYCLE_FROM. This checkpoint may
+    have any parallel layout. The optimizer starts from zero. The router keeps its initial weights, but rows
+    in a virtual group become equal. All ranks must call this function. Returns a one-line summary. Raises
+    ValueError if the dense model does not match the MoE model.
     """
     folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))
     experts = {layer: module.experts for layer, module in moe_layers(list(trained.model))}

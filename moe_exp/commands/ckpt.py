@@ -277,8 +277,8 @@ _DTYPE = arg("--dtype", "data type of the weights (default: unchanged)", choices
 )
 def run_from_hf(arguments: argparse.Namespace) -> int:
     """Converts a Hugging Face folder to a checkpoint, copies its tokenizer, and writes settings.env for a run
-    that starts from this checkpoint. Only one tensor is in memory at a time. Fails, without writing
-    anything, if a tensor would not be used. If SRC is not a local folder, first downloads it from the Hub.
+    that starts from this checkpoint. Only one tensor is in memory at a time. If a tensor would not
+    be used, fails without writing anything. If SRC is not a local folder, first downloads SRC from the Hub.
     """
     from moe_exp.checkpoint.format.folders import check_target
     from moe_exp.checkpoint.hf.importing import architecture_of, from_hf, settings_of

@@ -1,4 +1,4 @@
-"""`moe-exp data ...`: arguments and errors that commands share; `main` for scripts that run one command."""
+"""Shared arguments and errors of `moe-exp data` commands, and `main` for scripts that run one command."""
 
 import argparse
 import importlib

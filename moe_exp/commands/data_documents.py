@@ -220,8 +220,8 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
     *_HOW,
 )  # fmt: skip
 def run_merge(arguments: argparse.Namespace) -> None:
-    """Merges a folder's shards into one file beside the folder, INPUT_DIR/../OUTPUT_FILE_NAME.jsonl, to use
-    with preprocess_data.py --input.
+    """Merges a folder's shards into one file to use with preprocess_data.py --input. The file is beside the
+    folder: INPUT_DIR/../OUTPUT_FILE_NAME.jsonl.
     """
     from moe_exp.data.shuffle.merge import estimate_merge, merge, merge_summary
 

@@ -69,8 +69,8 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     ),
 )  # fmt: skip
 def run_tokenize(arguments: argparse.Namespace) -> int:
-    """Tokenizes documents into PREFIX_text_document.bin/.idx. --workers and --tasks do not affect the files'
-    contents. Repeat the command to resume. Exit code 75: SLURM jobs are under way.
+    """Tokenizes documents into PREFIX_text_document.bin/.idx. The contents of these files do not depend on
+    --workers or --tasks. Repeat the command to resume. Exit code 75: SLURM jobs are under way.
     """
     started = time.monotonic()
     if arguments.split_sentences:
@@ -206,7 +206,7 @@ def run_mix(arguments: argparse.Namespace) -> int:
 )
 def run_push(arguments: argparse.Namespace) -> None:
     """Copies the files of a finished output. The manifest is copied last and marks the copy as complete.
-    Repeat the command to copy remaining files. Training can read pushed token files: TRAIN_DATA=URL/PREFIX.
+    Repeat the command to copy remaining files. To train on pushed token files, set TRAIN_DATA=URL/PREFIX.
     """
     from moe_exp.data.download.stores import push
 

@@ -59,7 +59,7 @@ _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
 
 
 def installed_version(package: str) -> str | None:
-    """Installed version of distribution `package`, or None."""
+    """Installed version of the distribution `package`; None if it is not installed."""
     for name in (package, _OTHER_NAMES.get(package)):
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name) if name else None
@@ -67,8 +67,8 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
-    """Returns the requirements of moe-exp and `extras`, from setup.py in a checkout, else from the installed
-    package; ValueError for an unknown extra.
+    """Returns the requirements of moe-exp and `extras`. In a checkout, reads them from setup.py; otherwise,
+    from the installed package. Raises ValueError for an unknown extra.
     """
     if SETUP_PY.is_file():
         literals = {
@@ -142,7 +142,7 @@ def main() -> int:
 
 
 def _refused(unmet: Sequence[str]) -> int:
-    """Prints missing packages; returns 1 if there are any, else 0."""
+    """Prints the packages in `unmet`; returns 0 if `unmet` is empty, else 1."""
     if not unmet:
         return 0
     text = f"Required and missing in {sys.executable}: {', '.join(unmet)}\nFix: {install_command()}"
@@ -196,7 +196,7 @@ def check_kernels() -> int:
 
 def check_documents() -> int:
     """Runs each kind of attention (DOCUMENT_MASK=true) on packed and on separate documents, and prints a
-    table that compares the results. Returns 0 if no token attends beyond its document and window, else 1.
+    table that compares the results. Returns 1 if a token attends beyond its document or window, else 0.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -253,7 +253,7 @@ def device_rows() -> list[list[str]]:
 
 
 def optional_rows() -> list[list[str]]:
-    """Returns a row per optional package: its version, or what is lost without it and how to install it."""
+    """Returns a row per optional package: its version or, if missing, what is lost and how to install it."""
     return [
         [package, version, "", ""] if (version := installed_version(package)) else [package, "missing", *rest]
         for package, *rest in OPTIONAL

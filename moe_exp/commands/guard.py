@@ -1,4 +1,4 @@
-"""Handles errors of commands: prints one line for an error that a user can fix; handles closed pipes."""
+"""Handles errors of commands: an error that a user can fix prints one line, a closed pipe prints nothing."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ def guarded(
     work: Callable[[], int | None], prog: str, *, extras: str = "",
     full_disk: str = "free some space and repeat the command",
 ) -> int:  # fmt: skip
-    """Runs a command; returns its exit code, or 1 after printing a one-line error that a user can fix.
+    """Runs a command; returns its exit code. If a user can fix an error, prints one line and returns 1.
 
     Args:
         prog: name of the command, printed before the error.

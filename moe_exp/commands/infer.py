@@ -145,7 +145,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Returns a `kind` request: the layout from `arguments`, other fields from `arguments` and `others`."""
+    """Creates a request of class `kind` and its layout from `arguments`; `others` are additional fields."""
     from moe_exp.inference.ranks import Layout
 
     sizes = (*_SIZES, "gpus_per_node", "threads_per_rank")

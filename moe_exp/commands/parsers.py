@@ -61,8 +61,8 @@ def arg(words: str, about: str | None = None, kind: Kind | None = None, /, **opt
     Args:
         words: names and metavar of the argument, such as `--top N` or `source SRC`.
         about: help text; a default other than 0 or '' is appended unless the text already states it.
-        kind: type of the value, or a function that parses it (default: the type of `default` if it is a
-            number, else str).
+        kind: type of the value, or a function that parses the value. If omitted, the type is that of the
+            option `default` if `default` is a number, else str.
         options: options of argparse's `add_argument`.
     """
     names = [word for word in words.split() if word.startswith("-")] or words.split()[:1]
@@ -142,7 +142,8 @@ def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handle
 
     Args:
         about: description in the list of commands.
-        options: options of the command's parser, whose description in `--help` is the function's docstring.
+        options: options of the command's parser. The docstring of the decorated function becomes the
+            command's description in `--help`.
     """
     own = _declared[path] = _Declared(about, options)
 
@@ -198,7 +199,7 @@ def positive(text: str) -> int:
 
 
 def positive_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Returns the options in `names` that the user has set; raises ValueError unless all are positive."""
+    """Returns the options in `names` that the user has set. Raises ValueError if one is not positive."""
     from moe_exp.config import setting_error
 
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -228,7 +229,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def _path_of(example: str) -> str:
-    """Returns the command in an example line, such as `train` or `ckpt info`."""
+    """Extracts the command (such as `train` or `ckpt info`) from an example line."""
     first, second = [*example.split(), ""][1:3]
     has_commands = first in ("data", "ckpt", "mup", "convert", "plan", "watch") and second[:1].isalpha()
     return f"{first} {second}" if has_commands else first

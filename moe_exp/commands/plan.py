@@ -322,7 +322,7 @@ def refuse_settings(arguments: argparse.Namespace) -> None:
 
 
 def refuse(arguments: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError if any flag in `names` is given, because these flags have no effect here."""
+    """Raises ConfigError if any flag in `names` is given, because the subcommand does not use these flags."""
     fix = f"omit it from moe-exp plan {arguments.plan_command}"
     given = ((name, value) for name in names if (value := getattr(arguments, name)) is not None)
     raise_for(problem(name, value, "has no effect here", fix) for name, value in given)

@@ -24,7 +24,7 @@ _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB
 
 
 def _one_layout(arguments: argparse.Namespace) -> tuple[Config, Hardware, Constants]:
-    """Settings, device and planner constants of a layout; raises ConfigError if the layout cannot run."""
+    """A layout's settings, device and planner constants. Raises ConfigError if the layout cannot run."""
     plan.refuse(arguments, *_OF_COST)
     planned = plan.loaded(arguments)
     raise_for(planned[0].problems())

@@ -73,8 +73,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
     add_arguments,
 )  # fmt: skip
 def run_ladder(arguments: argparse.Namespace) -> int:
-    """Trains variants at several sizes with equal FLOPs per rung, fits a curve of loss versus compute for
-    each variant, and reports the effective speedup over the baseline with confidence intervals. The loss
+    """Trains variants at several sizes with equal FLOPs per rung, and fits a curve of loss versus compute
+    for each variant. Reports the effective speedup over the baseline with confidence intervals. The loss
     of the last rung is predicted before that rung is trained. Repeat the command to run models that are not
     finished. RUN_NAME names the ladder.
     """
@@ -116,8 +116,8 @@ def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
 )
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Runs the layouts given by the lists TPS, PPS, EPS, MBSZS, GPUS, ... and writes measured and predicted
-    values side by side. Every flag is also an environment variable: --tps is TPS. Repeat the command to run
-    cases that have not run yet.
+    values side by side. Every flag can also be set as an environment variable: --tps as TPS. Repeat the
+    command to run cases that have not run yet.
     """
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.studies.sweep import driver
@@ -166,9 +166,9 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
 @command("mup check", "check how outputs and their changes during training scale with width and experts")
 @takes(arg("--steps", "training iterations per model", default=10), *_of_mup(repeats=12))
 def run_mup_check(arguments: argparse.Namespace) -> int:
-    """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch, and
-    fits how each module's outputs, and the changes of the outputs by training, scale with model size. Under
-    muP, outputs and changes do not depend on the size; the exit code is 1 if any of them does.
+    """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch.
+    Fits how each module's outputs scale with model size, and how their changes by training scale. Under muP,
+    outputs and changes do not depend on the size; the exit code is 1 if any output or change does.
     """
     from moe_exp.host.progress import print_table, progress
     from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
@@ -208,7 +208,7 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
 def run_mup_transfer(arguments: argparse.Namespace) -> int:
     """Trains models of several sizes with several learning rates and compares the best rate of each size.
     Repeat the command to train the models that have no result yet. The exit code is 1 if the best rates
-    differ by a factor of 1.5 or more, or if the best rate of any size is the lowest or highest rate tried.
+    differ by a factor of 1.5 or more, or if any size's best rate is the lowest or highest rate tried.
     """
     from moe_exp.host.files import write_atomically
     from moe_exp.host.progress import print_table
@@ -250,7 +250,7 @@ def run_mup_transfer(arguments: argparse.Namespace) -> int:
 
 # At module level, as `losses_of` calls it in other processes.
 def trained_loss(config: Config) -> float:
-    """Trains a model; returns the mean loss of the last tenth of the run, or inf if it diverged."""
+    """Trains a model; returns the mean loss of the last tenth of the run, or inf if the loss diverged."""
     from moe_exp.training.proxy import Proxy
 
     proxy = Proxy(config)

@@ -38,8 +38,8 @@ def run_train(arguments: argparse.Namespace) -> int:
 )
 def run_slurm(arguments: argparse.Namespace) -> int:
     """Submits a run on NNODES nodes with GPUS_PER_NODE ranks each, as one or more SLURM jobs; each job
-    resumes from the checkpoint of the previous job. Every flag is also an environment variable: --time-limit
-    is TIME_LIMIT.
+    resumes from the checkpoint of the previous job. Each flag also has an environment variable: TIME_LIMIT
+    for --time-limit.
     """
     from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
     from moe_exp.config.loading import main_settings

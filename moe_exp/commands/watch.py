@@ -191,9 +191,9 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
     ),
 )  # fmt: skip
 def run_watchdog(arguments: argparse.Namespace) -> int:
-    """Checks for each run whether its jobs are running or queued, whether training makes progress, when the
-    run will end, when the disk will be full, and which events are new. Exit code 0: all runs are healthy;
-    1: problems; 2: invalid command.
+    """Checks whether the jobs of each run are running or queued and whether training makes progress.
+    Estimates when the run will end and when the disk will be full. Reports new events. The exit code is 0 if
+    all runs are healthy, 1 if there are problems, and 2 if the command is invalid.
     """
     from moe_exp.config import ConfigError
     from moe_exp.host.exit_codes import BAD_INPUT

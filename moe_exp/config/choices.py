@@ -1,7 +1,7 @@
 """Tables of named choices, one table per kind of choice, with the properties of each choice.
 
-The tables are the source for settings, help texts, docs/settings.md, checks and the planner, and for the
-layers, which implement the choices. Does not import torch.
+The tables are the source for settings, help texts, docs/settings.md, checks, the planner and the layers. The
+layers implement the choices. This module does not import torch.
 """
 
 import importlib.util
@@ -174,7 +174,7 @@ MUP_RULES = {
 class OneOf:
     """Validates that a value is in `others` or in `table`, including keys added to the table later.
 
-    Any other value is passed to `read`, which returns its canonical text, or None if it is invalid.
+    Passes any other value to `read`, which returns the canonical text, or None for an invalid value.
     """
 
     table: Collection[str]

@@ -9,7 +9,7 @@ from moe_exp.host.exit_codes import BAD_INPUT
 
 
 class ConfigError(ValueError):
-    """Invalid settings, with one line (name, value, rule, fix) per error. The job ends with `exit_code`."""
+    """Invalid settings. Each error is one line (name, value, rule, fix). The job ends with `exit_code`."""
 
     exit_code = BAD_INPUT
 
@@ -43,7 +43,7 @@ def choices(values: list[int]) -> str:
 
 
 def divisors(number: int, near: int) -> list[int]:
-    """Returns up to eight divisors of a number, those nearest to `near`."""
+    """Returns the divisors of `number` that are nearest to `near`, at most eight."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     found = sorted({*small, *(number // d for d in small)})
     return sorted(sorted(found, key=lambda d: abs(d - near))[:8])

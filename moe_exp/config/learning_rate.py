@@ -1,9 +1,9 @@
 """Learning rate at every point of a run, and checks that a schedule fits the run. Does not import torch.
 
 Every LR_DECAY_STYLE is a warm-up followed by a list of pieces (`config.pieces`). Training
-(`engine.optimizer_setup.LearningRateScheduler`) and planning commands both call `learning_rate`, which counts
-samples instead of iterations, so that a batch ramp-up does not distort the curve. For styles that Megatron's
-OptimizerParamScheduler also supports, the learning rates equal Megatron's.
+(`engine.optimizer_setup.LearningRateScheduler`) and planning commands both call `learning_rate`. This
+function counts samples instead of iterations, so that a batch ramp-up does not distort the curve. For styles
+that Megatron's OptimizerParamScheduler also supports, the learning rates equal Megatron's.
 """
 
 import math
@@ -22,7 +22,7 @@ _EARLIEST_END, _LATEST_END = 0.9, 1.1
 
 
 class Start(NamedTuple):
-    """Progress of the run when training starts: 0, or on a resume the progress in the checkpoint."""
+    """Progress of the run when training starts: 0 in a new run; the checkpoint's progress on a resume."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -44,12 +44,13 @@ def learning_rate(
 
     The rate rises linearly from 0 during the warm-up, then follows the pieces of the schedule. Once a piece
     has ended, the next piece applies: with WSD-S, the iteration after a decay trains at LR. After the last
-    piece, the rate is the target of that piece (default: MIN_LR), or stays the same if the piece is constant.
+    piece, the rate is the target of that piece (default: MIN_LR). If the last piece is constant, the rate
+    stays the same.
 
     Args:
         config: valid settings (`config.problems()` yields nothing).
         consumed_samples: samples since the start of the run.
-        max_lr, min_lr: LR and MIN_LR of a parameter group (default: those of the run).
+        max_lr, min_lr: LR and MIN_LR of a parameter group (default: the run's LR and MIN_LR).
     """
     bounds = (config.lr if max_lr is None else max_lr, config.min_lr if min_lr is None else min_lr)
     pieces, warmup = config.pieces, config.warmup_iters * config.gbsz
@@ -87,13 +88,13 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
 
 
 def samples_after(config: Config, iteration: int, start: Start) -> int:
-    """Samples that the schedule has counted by `iteration` in a run that starts at `start` with `config`."""
+    """Number of samples that the schedule has counted at `iteration` of a run that began at `start`."""
     iterations = iteration - start.iteration
     return start.scheduled_samples + config.batches.samples_of(iterations, start.consumed_samples)
 
 
 def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
-    """Returns one line with the learning rate at `start` and at each quarter of the run, and with the
+    """Returns one line of text. It shows the learning rate at `start` and at each quarter of the run, and the
     iterations at which the remaining pieces of the schedule end.
     """
     shown = {config.train_iters * percent // 100: f" ({percent}%)" for percent in _SHOWN_PERCENT}
@@ -157,7 +158,7 @@ def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]
 
 
 def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
-    """Yields a warning if the run ends during the warm-up, or long before or after DECAY_ITERS."""
+    """Yields warnings if the run ends during the warm-up, or if it ends long before or after DECAY_ITERS."""
     num_samples = samples_after(c, c.train_iters, start)
     reached = learning_rate(c, num_samples)
     if c.warmup_iters >= c.train_iters:

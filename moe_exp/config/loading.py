@@ -28,7 +28,8 @@ def add_arguments(
     parser: argparse.ArgumentParser, settings: type[BaseModel] = Config, names: Iterable[str] = ()
 ) -> None:
     """Adds a flag for each setting in `names` (default: all fields of `settings`). Values are kept as text
-    for `load_config`. If `settings` is Config and `names` empty, groups flags by section and adds --config.
+    for `load_config`. If `settings` is Config and `names` is empty, the flags are grouped by section, and
+    --config is added.
     """
     if settings is Config and not names:
         about = "settings file: config.yaml of a run, or lines such as NUM_EXPERTS=64 (docs/settings.md)"
@@ -54,17 +55,17 @@ def _add_flags(group: argparse._ActionsContainer, settings: type[BaseModel], nam
 def given_values(
     flags: Mapping[str, Any], environ: Mapping[str, str], settings: type[BaseModel] = Config
 ) -> dict[str, Any]:
-    """Returns the values that the user set, by field name; `flags` override `environ`, which overrides the
-    file of --config (see `with_file`). Values of None, and values of '' in `environ`, count as not set.
+    """Returns the values that the user set, by field name. `flags` override `environ`, and `environ`
+    overrides the file of --config (see `with_file`). None counts as not set, and so does '' in `environ`.
     """
     of_shell = {name: environ.get(name.upper()) for name in settings.model_fields}
     return {name: value for name, value in of_shell.items() if value} | with_file(flags, environ)
 
 
 def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Adds the settings in the file `flags["config"]` to `flags`; `flags` and `environ` take precedence. The
-    file may, besides settings, set any argument whose name is a key of `flags`. With UPCYCLE_FROM,
-    converts the settings of a dense model to the settings of the upcycled MoE model.
+    """Adds the settings in the file `flags["config"]` to `flags`; `flags` and `environ` take precedence.
+    Besides settings, the file may contain any argument whose name is a key of `flags`. If UPCYCLE_FROM is
+    set, settings of a dense model are converted to settings of the upcycled MoE model.
 
     Ranks receive the result as flags, so that editing the file does not change a running job. Raises
     ConfigError if the file or a value cannot be read; each line of the error names the file.
@@ -113,19 +114,19 @@ def load_config(
     *,
     nodes: Nodes | None = None,
 ) -> Config:
-    """Builds one Config from defaults, preset, file, environment and `flags`; later sources take precedence.
+    """Builds one Config from defaults, preset, file, environment and `flags`, in increasing precedence.
 
-    A preset's DECAY_ITERS and WARMUP_ITERS apply only if TRAIN_ITERS is the preset's own. Otherwise,
-    DECAY_ITERS defaults to TRAIN_ITERS, and WARMUP_ITERS to at most a tenth of DECAY_ITERS.
+    A preset's DECAY_ITERS and WARMUP_ITERS apply only if TRAIN_ITERS has the preset's value. Otherwise,
+    DECAY_ITERS defaults to TRAIN_ITERS, and the default of WARMUP_ITERS is at most a tenth of DECAY_ITERS.
 
     Args:
         flags: values by field name; None counts as not given. Key `config`: path of a settings file.
         environ: environment variables (default: os.environ).
-        nodes: the nodes of the run, if it does not run on this machine. If these nodes have GPUs, PRESET
+        nodes: the nodes of the run; None: the run uses this machine. If `nodes` have GPUs, PRESET
             defaults to reference even without TRAIN_DATA.
 
     Raises:
-        ConfigError: if values cannot be read; one line per value.
+        ConfigError: if values are invalid. The error has a line for each invalid value.
     """
     given = given_values(flags or {}, os.environ if environ is None else environ)
     # the embedded corpus only suits a short run: PRESET=reference would repeat it 490 times

@@ -1,10 +1,10 @@
 """Checks that a checkpoint fits a run: compares the settings that must not change on resume.
 
-Here, all other settings may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch
-size, the choice of `moe` or `dmoe`, capacity, rounding, kernels, determinism, dispatcher, dtype, distributed
-optimizer, learning rate, losses, dropout, and the storage format of the optimizer's moments, such as their
-precision in Adam. Settings that affect the order of samples are compared in `moe_exp.training.samples`. Does
-not import torch.
+This module lets all other settings change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the
+micro-batch size, the choice of `moe` or `dmoe`, capacity, rounding, kernels, determinism, dispatcher, dtype,
+distributed optimizer, learning rate, losses, dropout, and the storage format of the optimizer's moments (for
+example their precision in Adam). `moe_exp.training.samples` compares the settings that affect the order of
+samples. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ def refuse_other_model(
 ) -> None:  # fmt: skip
     """Checks that `config` has the same model and optimizer as `saved`, the settings in the checkpoint.
 
-    Logs differences allowed by ALLOW_OTHER_MODEL and ALLOW_OTHER_OPTIMIZER as warnings.
+    If ALLOW_OTHER_MODEL or ALLOW_OTHER_OPTIMIZER allows a difference, logs a warning instead of raising.
 
     Args:
         checkpoint: name of the checkpoint in messages.
         with_optimizer: whether the checkpoint contains the optimizer's moments.
-        instead: text that suggests how to start without the checkpoint; used if only one of the two models is
-            MoE.
+        instead: hint on starting without the checkpoint, added to the error if USE_MOE differs.
 
     Raises:
-        ConfigError: if settings differ; one line per setting.
+        ConfigError: if a difference is not allowed; the message has one line per setting.
     """
     always, by_flag = model_changes(config, saved, checkpoint)
     lines = [c.problem(checkpoint, instead if c.name == "use_moe" else "") for c in always]
@@ -69,8 +68,8 @@ def refuse_other_model(
 def model_changes(
     config: Config, saved: Mapping[str, Any], checkpoint: str
 ) -> tuple[list[Change], list[Change]]:
-    """Returns the changes that affect tensor shapes, and the changes that only affect the computation;
-    raises ConfigError if `saved` is not valid in this version.
+    """Returns two lists: changes that affect tensor shapes, and changes that affect only the computation.
+    Raises ConfigError if `saved` is not valid in this version.
     """
     before = as_config(saved, checkpoint)
     shapes = list(_changes(shape_facts(config), shape_facts(before)))
@@ -83,7 +82,7 @@ def model_changes(
 
 
 def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) -> Change | None:
-    """Returns the change that makes the checkpoint's moments unusable, or None; raises ConfigError if `saved`
+    """Returns the change that makes the checkpoint's moments unusable, or None. Raises ConfigError if `saved`
     is not valid in this version. adam and adam8bit can load each other's moments, in any precision.
     """
     before = as_config(saved, checkpoint)
@@ -180,8 +179,8 @@ def function_facts(config: Config) -> Facts:
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Yields the settings whose values in `facts` and `before` differ. Skips settings that are missing in one
-    of the two, such as TOPK if only one of the models is MoE.
+    """Yields the settings whose values in `facts` and `before` differ. Skips a setting that one of these
+    dictionaries lacks, such as TOPK for a dense model.
     """
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():

@@ -2,11 +2,12 @@
 
     LR_GROUPS='*.router.*:lr=0.5,wd=0;*word_embeddings*:lr=2'
 
-A rule is a shell pattern with factors on LR and MIN_LR (`lr`) and on WEIGHT_DECAY (`wd`). Patterns match the
-names in checkpoints (`moe-exp ckpt info --tensors`), which do not depend on the layout; the layer number may
-be omitted. All experts of a layer are one parameter. The first matching rule with an `lr` sets the learning
-rate; the first with a `wd` sets the weight decay. ROUTER_LR_MULT and EXPERT_LR_MULT apply after the rules of
-LR_GROUPS. Norms and biases never decay. With PARAMETRIZATION=mup, muP factors are applied in addition.
+A rule is a shell pattern with one or two factors: `lr` multiplies LR and MIN_LR, `wd` multiplies
+WEIGHT_DECAY. Patterns match the names in checkpoints (`moe-exp ckpt info --tensors`), which do not depend on
+the layout; the layer number may be omitted. All experts of a layer are one parameter. The first matching rule
+with an `lr` sets the learning rate; the first matching rule with a `wd` sets the weight decay. ROUTER_LR_MULT
+and EXPERT_LR_MULT apply after the rules of LR_GROUPS. Norms and biases never decay. With PARAMETRIZATION=mup,
+muP factors are applied in addition.
 
 Maximal update parametrization (muP) for MoE models: sizes are relative to a base model. At the sizes of the
 base model, all factors are 1, so PARAMETRIZATION=mup equals PARAMETRIZATION=standard. With n = HIDDEN_SIZE,
@@ -20,11 +21,12 @@ m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base model's value:
     router                         n^(-1/2)           n^-1             n
     output layer                   n^-1               n^-1             n
 
-The factors are those of Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW. An output of a matrix
-adds up the weight updates of all inputs, so the learning rate is divided by the number of inputs. Multipliers
-in the forward pass are folded into initial weights and learning rates; for Adam, this is equivalent (ibid.,
-lemma J.1) and leaves checkpoints and conversions unchanged. Each step shrinks weights by weight decay times
-learning rate, so weight decay is raised to keep this product constant. Does not import torch.
+The factors are those of Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW. In each output
+of a matrix, the weight updates of all inputs add up, so the learning rate is divided by the number of inputs.
+Initial weights and learning rates are scaled instead of using multipliers in the forward pass. For Adam, both
+ways are equivalent (ibid., lemma J.1), and scaling leaves checkpoints and conversions unchanged. Each step
+shrinks weights by weight decay times learning rate, so weight decay is raised to keep this product constant.
+Does not import torch.
 """
 
 import math
@@ -38,14 +40,14 @@ from moe_exp.config.settings import Config
 
 
 class Multiples(NamedTuple):
-    """One factor for LR and MIN_LR (`lr`), and one for WEIGHT_DECAY (`wd`)."""
+    """Factors for a parameter: `lr` multiplies LR and MIN_LR, `wd` multiplies WEIGHT_DECAY."""
 
     lr: float
     wd: float
 
 
 def are_alike(config: Config) -> bool:
-    """Whether all parameters have equal learning rates and (except norms and biases) equal weight decay."""
+    """Whether all parameters have the same learning rate and weight decay (norms and biases: no decay)."""
     return not config.parameter_rules and config.parametrization == "standard"
 
 
@@ -60,8 +62,8 @@ def multiples_of(config: Config, name: str) -> Multiples:
 
 
 def group_lines(config: Config) -> list[str]:
-    """Returns a line per parameter group with its patterns, number of parameters, learning rates and weight
-    decay; [] if there is only one group.
+    """Describes each parameter group in one line: patterns, number of parameters, learning rates and weight
+    decay. Returns [] if all parameters are alike (see `are_alike`).
     """
     rules, sizes = config.parameter_rules, parameter_sizes(config)
     groups: dict[tuple[tuple[Rule | None, ...], str], list[str]] = {}
@@ -96,7 +98,7 @@ KINDS = ("embedding", "output", "router", "expert_down", "hidden")
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of a matrix, one of KINDS, from its name in the model or in checkpoints."""
+    """Derives the kind of a matrix (see KINDS) from its name in the model or in checkpoints."""
     if ".word_embeddings." in name:
         return "embedding"
     if "output_layer." in name:

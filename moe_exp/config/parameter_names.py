@@ -30,7 +30,7 @@ def is_norm_or_bias(name: str) -> bool:
 
 
 def useless_rules(rules: Sequence[Rule], names: Sequence[str]) -> Iterator[tuple[Rule, str, str]]:
-    """Yields rules that affect none of the parameters `names`, each with an error and a fix."""
+    """Yields (rule, error, fix) for rules that affect no parameter in `names`."""
     deciding = {name: deciding_rules(rules, name) for name in names}
     by_lr = {id(of_lr) for of_lr, _ in deciding.values()}
     by_wd = {id(of_wd) for name, (_, of_wd) in deciding.items() if not is_norm_or_bias(name)}
@@ -55,7 +55,7 @@ def useless_rules(rules: Sequence[Rule], names: Sequence[str]) -> Iterator[tuple
 
 
 def close_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Returns the three names most similar to a pattern, after removing layer numbers from names."""
+    """Returns the three names, without their layer numbers, that are most similar to a pattern."""
     words = re.findall(r"\w+", pattern.lower()) or [""]
     likeness = {
         name: sum(

@@ -48,7 +48,7 @@ def is_composed(style: str) -> bool:
 
 
 def iteration_of(point: str, last: int) -> int:
-    """Returns the iteration that `point` denotes: `1200`, `75%` (of `last`) or '' (`last` itself)."""
+    """Converts `point` to an iteration. `1200` is an iteration, `75%` is a share of `last`, '' is `last`."""
     if not point:
         return last
     return round(last * float(point[:-1]) / 100) if point.endswith("%") else int(point)
@@ -102,7 +102,7 @@ def read_values(value: object) -> float | str:
 
 
 def value_pieces(text: str) -> list[tuple[str, str]]:
-    """Returns each piece of MTP_LOSS_COEFF as (value, end), both as written; the end is '' if omitted."""
+    """Splits MTP_LOSS_COEFF into pieces (value, end), as written. An omitted end is ''."""
     return [(value, end) for value, _, end in (part.partition(":") for part in text.split(","))]
 
 
@@ -113,7 +113,7 @@ def _check_shares(points: Sequence[str]) -> None:
 
 @cache  # called at every step
 def composed(text: str) -> tuple[tuple[str, str, float | None], ...]:
-    """Returns style, end (as written) and final rate (fraction of LR) of each piece, or raises ValueError."""
+    """Parses pieces into (style, end as written, final rate as a fraction of LR), or raises ValueError."""
     pieces = []
     for part in text.split(","):
         match = _PIECE.fullmatch(part)
@@ -138,7 +138,7 @@ class Rule(NamedTuple):
     wd: float | None = None
 
     def matches(self, name: str) -> bool:
-        """Whether the rule applies to the parameter with this name in checkpoints."""
+        """Whether the rule applies to the parameter that checkpoints call `name`."""
         without_layer = re.sub(r"^decoder\.layers\.\d+\.", "decoder.layers.", name)
         return fnmatchcase(name, self.pattern) or fnmatchcase(without_layer, self.pattern)
 
@@ -176,7 +176,7 @@ _KEYS = (*_BEGINS, "train_data", "seq_len")
 
 
 def read_stages(value: object) -> str:
-    """Returns DATA_STAGES as JSON, from a YAML file or YAML text."""
+    """Converts DATA_STAGES from YAML text or a YAML file to JSON."""
     text = str(value).strip()
     if not text:
         return ""

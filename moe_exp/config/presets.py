@@ -83,7 +83,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset_values(name: str, nodes: Nodes | None = None) -> dict[str, Any]:
-    """Returns the values of preset `name` for `nodes` (default: this machine), by field name."""
+    """Maps field names to the values of preset `name` for `nodes` (default: this machine)."""
     if nodes is None:
         ranks = {"cpu": min(2, count_gpus() or num_cores()), "gpu": 1}  # for GBSZ
         return PRESETS[name] | ({"gpus_per_node": ranks[name]} if name in ranks else {})

@@ -1,4 +1,4 @@
-"""Types of settings, which define the allowed values and parse the text of a setting."""
+"""Types of settings. Each type defines the allowed values of a setting and parses its text."""
 
 import glob
 import math
@@ -38,7 +38,7 @@ _LONGEST_SHOWN = 100
 
 
 def shown(value: object) -> str:
-    """Returns a value's text for errors: one line, shortened in the middle to at most 100 characters."""
+    """Returns a value as one line for error messages. Cuts out the middle to keep at most 100 characters."""
     text = str(value)
     text = text if is_one_line(text) else repr(text)
     half = (_LONGEST_SHOWN - 3) // 2
@@ -56,7 +56,7 @@ def _text(
     check: Callable[[str], None] = lambda text: None, pattern: str = "", rule: str = ""
 ) -> BeforeValidator:
     """Returns a validator that removes all spaces from a setting's text. It then calls `check`, which may
-    raise ValueError, and raises ValueError(`rule`) if the text does not match `pattern`.
+    raise ValueError. If the text does not match `pattern`, the validator raises ValueError(`rule`).
     """
 
     def read(value: Any) -> str:
@@ -164,7 +164,7 @@ def _blend(value: str) -> str:
 
 
 def blend_members(value: str) -> list[tuple[str, str]]:
-    """Returns (weight, path) of each corpus in TRAIN_DATA or VALID_DATA; the weight is '' if not given."""
+    """Returns (weight, path) of each corpus in TRAIN_DATA or VALID_DATA. A missing weight is ''."""
     text = value.strip()
     if text and (Path(text).exists() or Path(f"{text}.bin").is_file()):  # one path, even with spaces
         return [("", text)]
@@ -189,8 +189,8 @@ def is_prepared_first(value: str) -> bool:
 
 
 def is_text(name: str) -> bool:
-    """Whether a corpus is text rather than token files: `name` is a folder, a file or a pattern, or it ends
-    with a data suffix such as .jsonl.
+    """Whether a corpus is text rather than token files. A corpus is text if `name` is a folder, a file or a
+    glob pattern, or if it ends with a data suffix such as .jsonl.
     """
     if not name or name.endswith((".bin", ".idx")) or Path(f"{name}.bin").is_file():
         return False
@@ -241,8 +241,8 @@ def pattern_of(flags: list[bool]) -> str:
 
 @cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """Returns for each layer whether `pattern` chooses it. The first `num_first_dense` layers are never
-    chosen. If `pattern` is a list, its length replaces `num_layers`.
+    """Returns one bool per layer: true if `pattern` chooses the layer. The first `num_first_dense` layers are
+    never chosen. If `pattern` is a list, its length replaces `num_layers`.
     """
     if ":" in pattern:
         chosen_ones, others = map(int, pattern.split(":"))
@@ -255,13 +255,13 @@ def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tu
 
 
 def stage_terms(stages: str) -> list[tuple[int, int]]:
-    """Pairs (layers per stage, number of such stages) in text such as 8,9*10,8."""
+    """Returns the pairs (layers per stage, number of such stages) in text such as 8,9*10,8."""
     terms = [term.partition("*") for term in stages.split(",")]
     return [(int(layers), int(times or 1)) for layers, _, times in terms]
 
 
 @cache  # called in every iteration
 def iteration_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """First and last iteration of each range in text such as 5,10-12; empty if the text is empty."""
+    """First and last iteration of each range in text such as 5,10-12. Empty text has no ranges."""
     pairs = (part.partition("-") for part in text.split(",") if part)
     return tuple((int(first), int(last or first)) for first, _, last in pairs)

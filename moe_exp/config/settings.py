@@ -23,7 +23,7 @@ class Config(ReliabilitySettings):
 
     @property
     def graph_problem(self) -> str:
-        """Setting that rules out a CUDA graph per micro-batch, and the reason; empty if no setting does."""
+        """A setting that rules out a CUDA graph per micro-batch, and why; empty if a graph is possible."""
         exchanges = self.use_moe and self.ep * self.etp > 1
         by_router = self.router_top_p < 1 or self.null_experts or self.token_rounding
         drops_slots = self.use_moe and (by_router or self.moe_type == "moe")

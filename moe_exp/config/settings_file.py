@@ -32,10 +32,10 @@ _FIX = "specify config.yaml of a run, or a file with lines such as NUM_EXPERTS=6
 def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
     """Reads a settings file; returns the text of each value by field name.
 
-    The first line with content decides whether the file is YAML or has NAME=value lines. Values in such lines
-    are quoted as in a shell; empty values are ignored. In YAML, null means `none` if the setting can be
-    `none`, and is ignored otherwise. `also`: names that are valid in addition to those of Config. Raises
-    ConfigError if the file cannot be read, or, with one line per name, if names are unknown or repeated.
+    The first line with content decides whether the file is YAML or has NAME=value lines. In NAME=value
+    lines, values are quoted as in a shell, and empty values are ignored. In YAML, null means `none`; it is
+    ignored if the setting cannot be `none`. `also`: names that are valid in addition to those of Config.
+    Raises ConfigError if the file cannot be read, or if names are unknown or repeated (one line per name).
     """
     text = _text(path)
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
@@ -144,8 +144,8 @@ def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()
     """Returns (variable, most similar setting) for each environment variable that looks misspelled, such as
     (NUM_EXPRTS, NUM_EXPERTS).
 
-    A command's settings (`of_command`) may have short names. A variable with a list of sizes as
-    its value is therefore compared less strictly with these names: TPZ="1 2" is taken for TPS.
+    A command's settings (`of_command`) may have short names. If the value of a variable is a
+    list of sizes, its name is therefore compared less strictly with these names: TPZ="1 2" is taken for TPS.
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []

@@ -21,7 +21,7 @@ class Traits:
 
 
 def _setting(default: Any, description: str, **options: Any) -> Any:
-    """Declares a field; `options` has its Traits and arguments of `Field`. If one is a
+    """Declares a setting. `options`: values of its Traits, and arguments of `Field`. If `options` has a
     `default_factory`, `default` must be `...` (Ellipsis).
     """
     own = {name: options.pop(name) for name in Traits.__dataclass_fields__ if name in options}

@@ -120,7 +120,7 @@ def _languages(part: MixturePart, *, has_langid: bool) -> str:
 
 
 def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
-    """Returns a table of how many texts each pair of sources shares, compared by hash."""
+    """Returns a table that counts the texts shared by each pair of sources; texts are compared by hash."""
     # a sample of one text in `every`, chosen by hash so that all sources are sampled alike
     every = 1 + sum(part.shuffled["train"]["num_documents"] for part in parts) // _MOST_HASHES
     words = [_distinct(part, every) for part in parts]
@@ -135,7 +135,7 @@ def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
 
 
 def _distinct(part: MixturePart, every: int) -> Any:
-    """Returns hashes of distinct texts, a sample of one in `every`; caches them next to the token files."""
+    """Hashes of the distinct texts in a sample (one text in `every`), cached next to the token files."""
     path = part.prefix.with_name(f"{part.name}.{part.shuffled['line_hash'][:16]}.{every}.npy")
     if path.exists():
         return np.load(path)

@@ -2,7 +2,7 @@
 
 Only LF ends a line, as in JSONL: U+2028 and other separators are text. A BOM at the start of a file and a CR
 at the end of a line are removed. Blank lines and empty texts are skipped and counted. Any other invalid line
-raises an error or, if the caller chooses, is skipped and counted by reason.
+raises an error, unless the caller chooses to skip such lines and count them by reason.
 """
 
 import glob
@@ -103,7 +103,7 @@ def is_validation_file(path: Path) -> bool:
 def files_in(
     folder: Path, *, what: str = "input", text_field: str = "text", with_validation: bool = False
 ) -> list[Path]:
-    """Sorted data files (see `data_among`) in a folder and its subfolders; by default without *.val.jsonl."""
+    """Returns the data files (see `data_among`) below a folder, sorted; by default without *.val.jsonl."""
     paths = sorted(files_below(folder))
     kinds.check_regular(path for path in paths if ending(path))
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.is_file()}
@@ -124,12 +124,13 @@ def data_among(
 ) -> list[str]:  # fmt: skip
     """Selects the document files in a folder. Warns about all other files except metadata.
 
-    Document files are the record files (JSON and tables) or, if there are none, the text files; next to
-    record files, a text file is usually a README or LICENSE.
+    If the folder contains record files (JSON and tables), only they are document files: a text file next to
+    them is usually a README or LICENSE. Without record files, the text files are document files.
 
     Args:
         sizes: maps the relative path of each file to its size in bytes.
-        where, what: the folder (or URL) and the name of the setting that contains it, for messages.
+        where: the folder or URL, for messages.
+        what: name of the setting that contains the folder or URL, for messages.
         text_field: field with the text; "" if `has_text` is not given.
         has_text: returns whether a .json file is a record file, that is, whether its first object has the
             field. If None (for object stores), .json files are selected only if there are no other record
@@ -217,7 +218,7 @@ def files_below(root: Path) -> Iterator[Path]:
 
 
 def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: str = "text") -> list[Path]:
-    """Returns the files that `names` denote: files, folders (see `files_in`) or globs, in the given order.
+    """Returns the files for `names`, in the same order. A name is a file, folder (see `files_in`) or glob.
 
     Args:
         what: name of the setting that contains `names`, for error messages.
@@ -316,7 +317,7 @@ def read_objects(
 
 
 def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
-    """Counts an empty line or text, or any bad line if `skip_bad`, as skipped; else raises BadDocument."""
+    """Counts a line as skipped if the line or text is empty or `skip_bad` is set; else raises BadDocument."""
     if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
         raise BadDocument(path, number, reason)
     tally.skipped[reason] += 1
@@ -359,10 +360,10 @@ def _object_of(line: bytes) -> dict[str, Any]:
 def read_lines(
     path: Path, start: int = 0, end: int | None = None, *, text_field: str = "text", rule: TextRule = FILES
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (line number from 1, JSONL line without LF or CRLF); BadDocument if the file is damaged.
+    """Yields (line number, JSONL line without LF or CRLF). Raises BadDocument if the file is damaged.
 
-    `start`, `end`: byte range to read, which must begin and end at line boundaries; only for plain
-    JSONL. The line at `start` has the number 1.
+    `start` and `end` select a range of bytes in a plain JSONL file; both must be line boundaries. The line
+    at `start` has the number 1.
     """
     number = 0
     lines = raw_lines(path, text_field=text_field, rule=rule) if end is None else lines_in(path, start, end)
@@ -399,7 +400,7 @@ def estimate_line_bytes(paths: Iterable[Path]) -> int:
 
 
 def compression_ratio(path: Path) -> float:
-    """Compression ratio of the first 4 MB (decompressed) of a .gz or .zst file; BadDocument if damaged."""
+    """Compression ratio of a .gz or .zst file's first 4 MB (decompressed). Raises BadDocument if damaged."""
     num_compressed = num_bytes = 0
     with path.open("rb") as file:
         try:

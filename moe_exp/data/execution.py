@@ -105,8 +105,8 @@ def _check_complete(before: Pass, *_: Any) -> Any:
 def in_turn(passes: Sequence[Pass]) -> list[Pass]:
     """Makes each pass start with a step that checks whether all tasks of the previous pass are complete.
 
-    SLURM needs this: if a pass has several job arrays, the next pass waits only for the last array, although
-    an earlier array may have failed.
+    SLURM needs this: if a pass has several job arrays, the next pass waits only for the last array, and thus
+    starts even if an earlier array has failed.
     """
     # the check is pickled with every task: without the pipeline of the pass it refers to
     after = []
@@ -129,13 +129,13 @@ class Through:
         self._file = os.open(folder / f"{rank:05d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def advance(self, num_bytes: float) -> None:
-        """Adds `num_bytes` just read from the current file."""
+        """Adds the `num_bytes` bytes just read from the current file."""
         self._bytes += num_bytes
         if self._bytes - self._reported > _REPORT_BYTES:
             self._write()
 
     def end_file(self, num_bytes: int) -> None:
-        """Counts the current file with its full size `num_bytes`, not the bytes read so far."""
+        """Ends the current file: from now on, it counts with its full size `num_bytes`."""
         self._ended += num_bytes
         self._bytes = self._ended
         self._write()
@@ -151,7 +151,7 @@ class Through:
 
 
 def bytes_through(folders: Iterable[Path]) -> int:
-    """Total progress in bytes that tasks have published in these folders with `Through`."""
+    """Sum of the progress, in bytes, that all tasks have published in these folders (see `Through`)."""
     return sum(int.from_bytes(path.read_bytes(), "little") for folder in folders for path in folder.glob("*"))
 
 

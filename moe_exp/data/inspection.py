@@ -1,7 +1,7 @@
 """Summarizes token files or documents: counts, lengths, duplicates, end-of-document tokens, samples.
 
-Needs memory for a block of tokens, or for the longest document if that is larger, plus about 50 bytes per
-document for lengths and hashes.
+Needs memory for a block of tokens or the longest document, whichever is larger. Lengths and hashes need
+about 50 more bytes per document.
 """
 
 import os
@@ -40,7 +40,7 @@ def inspect_path(
     path: Path, *, tokenizer: Path | None = None, num_samples: int = 3, text_field: str = "text",
     seq_len: int = 4096,
 ) -> dict[str, Any]:  # fmt: skip
-    """Reads all data at `path`; returns the report (printed by --json); its `kind` is tokens or documents.
+    """Reads all data at `path` and returns the report of --json. Its `kind` is tokens or documents.
 
     Args:
         path: prefix of .bin/.idx files (or one of the two), a document file, or a folder of document files.
@@ -71,7 +71,7 @@ def num_duplicates(hashes: bytearray) -> int:
 
 
 def difference(one: bytearray, other: bytearray) -> tuple[int, int]:
-    """Returns how many document hashes remain in `one` and in `other` after removing all equal pairs."""
+    """Pairs equal document hashes of `one` and `other`. Returns how many are left in each of them."""
     digests = np.frombuffer(one + other, dtype=_DIGEST)
     _, kinds = np.unique(digests, return_inverse=True)
     # For each different hash: by how many `one` exceeds `other`.
@@ -244,7 +244,7 @@ def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:
 
 
 def length_summary(lengths: Int64Array) -> dict[str, Any]:
-    """Statistics of lengths; histogram: (from, to, number of documents) of bins 0, 1, 2 to 3, 4 to 7, ..."""
+    """Statistics of document lengths. Each histogram bin (0, 1, 2 to 3, ...) is (from, to, documents)."""
     if not len(lengths):
         return {"min": 0, "median": 0, "mean": 0, "max": 0, "histogram": []}
     num_bits = np.frexp(lengths.astype(np.float64))[1]  # 0 for 0, 1 for 1, 2 for 2 and 3

@@ -1,4 +1,4 @@
-"""Runs the tasks of datatrove pipelines on this machine, as SLURM jobs, or on a Ray cluster.
+"""Runs the tasks of datatrove pipelines on this machine, a SLURM cluster or a Ray cluster.
 
 Local tasks run in WorkerPool, because LocalPipelineExecutor.run waits forever for a killed worker. A task
 with a file in `completions/` is done, no matter where it ran.
@@ -51,7 +51,7 @@ def run_passes(
         follows: see `submit`.
 
     Returns:
-        Whether all tasks are done; False if SLURM jobs were submitted or are still queued or running.
+        True if all tasks are done, False if SLURM jobs still have tasks to run.
 
     Raises:
         ValueError: a task failed; details are in its log.
@@ -108,7 +108,7 @@ def _run_here(passes: Sequence[Pass], execution: Execution) -> None:
 def run_stage_passes(
     steps: Mapping[str, CountingStep], execution: Execution, stage: CorpusStage, verb: str, working: Path
 ) -> bool:
-    """Runs the steps of a stage that follows another stage; each step is a pass (see `run_passes`).
+    """Runs the steps of a stage that follows another stage. Each step is one pass for `run_passes`.
 
     Args:
         steps: maps the name of each step to its `CountingStep`. Every step reads all inputs of the stage.
@@ -181,8 +181,8 @@ def _jobs_there(folder: Path) -> list[str]:
 
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
-    """Submits the remaining tasks, unless earlier jobs are still active; each pass waits for the previous
-    pass. `follows`: whether the last SLURM job of the previous stage may submit this stage, but only once.
+    """Submits SLURM jobs for the remaining tasks; they run the passes in order. Does nothing while earlier
+    jobs are active. If `follows`, the previous stage's last SLURM job may submit this stage, but only once.
 
     Raises:
         ValueError: sbatch fails, squeue does not answer, or this process runs in a SLURM job that may not
@@ -260,10 +260,10 @@ class WorkerPool:
     """Context manager for worker processes that call a function.
 
     Args:
-        function: picklable function with one argument, which identifies the call.
+        function: picklable function with one argument, the call.
         number: number of processes; with 1, the calls run in this process.
         preload: module to import in the workers, see `worker_context`.
-        describe: returns a call's name for error messages, and text to append to the suggested fix.
+        describe: maps a call to two texts for error messages: its name, and an addition to the suggested fix.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class WorkerPool:
         self._workers = [_Worker(function, preload) for _ in range(number)] if number > 1 else []
 
     def run(self, calls: Sequence[T]) -> Iterator[T]:
-        """Yields each finished call. Raises a failed call's error, or ChildProcessError if a worker died."""
+        """Yields finished calls. Raises the error of a failed call, or ChildProcessError if a worker dies."""
         if not self._workers:
             for call in calls:
                 self._function(call)
@@ -342,7 +342,7 @@ class _Worker:
 
 
 def _work(function: Callable[[Any], object], pipe: Connection) -> None:
-    """Main function of a worker process: answers each call with None or its exception."""
+    """Runs calls in a worker process. After each call, sends None or the exception that it raised."""
 
     # a killed parent cannot terminate its workers
     def end_with_parent() -> None:

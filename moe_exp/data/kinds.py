@@ -47,7 +47,7 @@ _LEADING_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 class TextRule:
     """How text files are divided into documents.
 
-    Documents longer than `longest_bytes` are cut, if possible at a blank line, else after a line or a word.
+    Documents over `longest_bytes` are cut after a blank line, a line or a word, in this order of preference.
     """
 
     documents: Literal["file", "block"] = "file"  # one per file, or per block between blank lines
@@ -147,7 +147,7 @@ def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
 
 
 def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
-    """Yields any file as JSON lines. Each ends with LF, except perhaps the last line of a .jsonl file.
+    """Yields any data file as JSON lines. Each line ends with LF, except perhaps the last of a .jsonl file.
 
     Args:
         text_field: name of the text column in tables, and of the text field in the yielded lines.
@@ -190,7 +190,7 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
 
 
 def read_chunks(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
-    """Like `raw_lines`, but decompresses compressed JSONL to chunks of up to 1 MiB instead of lines."""
+    """Like `raw_lines`, but yields compressed JSONL as decompressed chunks of up to 1 MiB, not as lines."""
     if is_compressed(path) and ending(path) in JSON_SUFFIXES and not _has_values(path):
         yield from _file_chunks(path)
     else:
@@ -334,7 +334,7 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
     """Yields (number of rows before the batch, batch) for each record batch of a .parquet or .arrow file.
 
     Args:
-        path: the file; an .arrow file may also have Arrow's stream format, which the package `datasets` uses.
+        path: an .arrow file may have Arrow's file format or stream format (which `datasets` uses).
         text_field: required column; ValueError if it does not exist.
         columns: columns to read (default: all).
 

@@ -1,4 +1,4 @@
-"""Makes token files and an effective weight for each source in mixture.yaml, and a datasheet.
+"""Makes a mixture from mixture.yaml: token files and an effective weight per source, and a datasheet.
 
 tokenizer: meta-llama/Llama-3.1-8B      # or vocab_size: 32000, to train one
 total_tokens: 20e9
@@ -223,11 +223,12 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
     """Prepares and tokenizes all sources and computes their weights. Finished sources are reused.
 
     Returns:
-        Contents of mixture.json, such as train_data and valid_data (values for TRAIN_DATA and VALID_DATA),
-        vocab_size and tokenizer; None while SLURM jobs are active.
+        Contents of mixture.json; None while SLURM jobs are active. The contents include vocab_size,
+        tokenizer, train_data (value for TRAIN_DATA) and valid_data (value for VALID_DATA).
 
     Raises:
-        ValueError, OSError: see `prepare` and `tokenize_files`; ValueError also if there are too few tokens.
+        ValueError: if there are too few tokens.
+        ValueError, OSError: see `prepare` and `tokenize_files`.
     """
     mixture, preparations = mixing.mixture, mixing.preparations()
     tokenizer = mixing.tokenizer()

@@ -1,4 +1,4 @@
-"""Replaces text and remote token files in data settings with local token files and a tokenizer."""
+"""Replaces text and remote token files in data settings with local token files, and sets TOKENIZER."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def fitting_vocab_size(config: Config) -> int | None:
 
 
 def needs_preparation(config: Config) -> bool:
-    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES name any text, or token files in an object store."""
+    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES name text or remote token files."""
     return any(map(is_prepared_first, (config.train_data, config.valid_data, *config.stage_blends)))
 
 
@@ -74,7 +74,7 @@ def already_prepared(config: Config) -> Config | None:
 
 
 def prepared_by_launcher(config: Config) -> Config:
-    """Like `with_prepared_text`, for a rank: returns the launcher's result, or prepares if there is none."""
+    """Returns the launcher's result of `with_prepared_text`; without one, prepares the data itself."""
     if not needs_preparation(config):
         return config
     # all ranks use what the launcher resolved, even if files have changed since
@@ -90,10 +90,10 @@ def facts_for_ranks(prepared: Config) -> str:
 
 
 def find_prepared_text(config: Config, trained: str = "") -> Config:
-    """Like `with_prepared_text`, but for an already trained run; prepares nothing.
+    """Like `with_prepared_text`, but prepares nothing: finds the data of an already trained run.
 
-    If files have changed or are missing, logs a warning and uses the newest preparation of the same text;
-    ValueError if there is no preparation. `trained`: fingerprint that the tokenizer must have (empty: any).
+    If files have changed or are missing, logs a warning and uses the newest preparation of the same text.
+    Raises ValueError if there is no preparation. `trained`: the tokenizer's fingerprint (empty: any).
     """
     known = prepared_text.known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training
@@ -109,7 +109,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
 
 
 def text_problems(config: Config) -> list[str]:
-    """Checks text in data settings, without reading all of it; returns the problems."""
+    """Returns problems of the text in data settings, without reading all of the text."""
     try:
         for source in _text_sources(config):
             with _named_errors(source):
@@ -215,7 +215,7 @@ def _problems(error: Exception) -> list[str]:
 
 
 def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> list[TextSource]:
-    """Text sources in all data settings. All share one tokenizer (None if it must still be trained)."""
+    """Text sources in all data settings. They share one tokenizer, which is None until it is trained."""
     problems, members = [], [name for _, name in blend_members(config.train_data)]
     texts = [name for name in members if is_text(name)]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
@@ -305,7 +305,7 @@ def _named_errors(source: TextSource) -> Iterator[None]:
 
 
 def _check_first_documents(source: TextSource) -> None:
-    """Raises ValueError unless the first document in the first file of each format has the text field."""
+    """Checks the first file of each format; raises ValueError if its first document lacks the text field."""
     by_kind = {ending(path): path for path in reversed(source.files) if path.stat().st_size}
     if not by_kind:
         raise setting_error(source.setting, source.name, "contains only empty files", "use non-empty files")

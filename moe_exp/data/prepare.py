@@ -64,7 +64,7 @@ class Preparation:
 
 
 def prepare(wanted: Preparation) -> dict[str, Any] | None:
-    """Runs the steps `download`, `convert` and `shuffle`, except finished ones, and raises their errors.
+    """Runs the steps `download`, `convert` and `shuffle`. Skips finished steps. Raises the steps' errors.
 
     Returns:
         The manifest of the shuffled shards; None while SLURM jobs are active.
@@ -121,7 +121,7 @@ def raw_folder(source: Source, wanted: Preparation) -> Path:
 
 
 def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
-    """Writes the source code of Python's standard library to a JSONL file (ids: paths); returns its path."""
+    """Writes Python's standard library to a JSONL file, with paths as ids. Returns the file's path."""
     settings = {"python": platform.python_version()}
     with run_stage("embed", folder, settings=settings, inputs=[], start_over=start_over) as stage:
         path = stage.folder / "python_stdlib.jsonl"
@@ -196,7 +196,7 @@ def _duration(folder: Path, seconds: float) -> str:
 
 
 def expected_bytes(inputs: Sequence[Path]) -> int:
-    """Estimates how large all files are as JSONL, from some of them; BadDocument if a file is damaged."""
+    """Estimates the files' total size as JSONL from a sample. BadDocument if a sampled file is damaged."""
     sampled = inputs[:: max(1, len(inputs) // _NUM_SAMPLED)][:_NUM_SAMPLED]
     num_bytes = 0.0
     for path in sampled:

@@ -100,7 +100,7 @@ class Prepared:
 
     @property
     def tokenizer(self) -> str:
-        """Name of the given tokenizer, or folder of the one trained on the text."""
+        """Name of the given tokenizer, or folder of the tokenizer trained on the text."""
         return self.facts["tokenizer_path"] or str(self.folder / "tokenizer")
 
 
@@ -134,12 +134,12 @@ def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
 
 
 def known_places(data_dir: Path) -> set[str]:
-    """Absolute path or pattern that each prepared text was read from."""
+    """Sources of all prepared texts, as absolute paths or patterns."""
     return {str(one.facts.get("source")) for one in _all_prepared(data_dir)}
 
 
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """Data prepared from `source`'s files: same names, sizes, and either modification times or contents."""
+    """Data prepared from the same files: equal names and sizes, and equal modification times or contents."""
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]
@@ -159,7 +159,7 @@ def matching(source: TextSource, data_dir: Path) -> Prepared | None:
 
 
 def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> Prepared:
-    """The prepared data that a run was trained on. `trained`: the run's tokenizer fingerprint, if known."""
+    """The prepared data that a run was trained on. `trained`: its tokenizer's fingerprint, '' if unknown."""
 
     def is_its_own(one: Prepared) -> bool:
         return not trained or same_fingerprint(tokenizer_fingerprint(one.tokenizer), trained)
@@ -217,7 +217,7 @@ def _summary(made: Prepared) -> str:
 
 
 def _build_again(source: TextSource, folder: Path) -> Prepared:
-    """Builds the folder; resumes an interrupted build if the files it left match the settings and texts."""
+    """Builds the folder. Resumes an interrupted build unless its files belong to other texts or settings."""
     work = folder.with_name(f"{folder.name}.partial")
     resumes = work.exists()
     try:
@@ -270,7 +270,7 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
 
 
 def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
-    """JSONL files with the training and the held-out documents."""
+    """Shuffles the documents into JSONL files. Returns the files of `train` and (if any) `valid`."""
     texts = sample_texts(source.files, source.text_field, 2**22, source.rule)  # cuts texts to a 16th
     mean_bytes = sum(len(text.encode()) for text in texts) / max(1, len(texts))
     number = max(len(source.files), estimate_line_bytes(source.files) / max(1.0, mean_bytes))

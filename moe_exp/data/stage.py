@@ -51,11 +51,11 @@ class CorpusStage:
     def finish(
         self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any
     ) -> dict[str, Any]:
-        """Turns the working folder into OUTPUT, or moves its files next to OUTPUT; returns the manifest.
+        """Publishes the working folder as OUTPUT, or its files in OUTPUT's parent; returns the manifest.
 
         Args:
-            outputs: files in the working folder to list in the manifest.
-            hashes: the `file_hash` of each output file for which it is already known.
+            outputs: files to list in the manifest; they are in the working folder.
+            hashes: known `file_hash` values of output files; missing ones are computed.
             facts: additional manifest entries.
         """
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
@@ -98,14 +98,14 @@ def run_stage(
     name: str, output: Path, *, settings: Mapping[str, Any], inputs: Iterable[Path], is_folder: bool = True,
     start_over: bool = False, mends_outputs: bool = False, suffixes: Sequence[str] = (),
 ) -> Iterator[CorpusStage]:  # fmt: skip
-    """Opens a step and yields a CorpusStage, `stage`. If `stage.manifest` is None, the with block must
-    write to `stage.folder`.
+    """Opens a step and yields its CorpusStage, `stage`.
 
-    Files in `stage.folder` survive crashes and exceptions, and are available when the step is called again.
+    If `stage.manifest` is None, the step is unfinished, and the with block must write to `stage.folder`.
+    Files in this folder survive crashes and exceptions, and are available when the step is called again.
 
     Args:
         output: output folder, or with `is_folder=False` the output path without suffix.
-        settings: everything that the outputs depend on, except the inputs, as JSON values.
+        settings: all settings that affect the outputs, as JSON values.
         start_over: start from scratch, and replace an existing output when the new one is complete.
         mends_outputs: whether the with block itself restores missing files of a finished output.
         suffixes: suffixes of the output files if OUTPUT is not a folder; existing files with these names are
@@ -171,7 +171,7 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If in use, logs the text `waits` and waits, or raises ValueError if `waits` is ''."""
+    """Locks an output. If it is in use, logs the text `waits` and waits; ValueError if `waits` is ''."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
@@ -250,7 +250,7 @@ def is_stale(
 
 
 def is_older(output: Path, other: Path) -> bool:
-    """Whether OUTPUT's unfinished step (if none, its manifest) is older than the manifest of `other`."""
+    """Whether OUTPUT's manifest (running.json while it is unfinished) is older than `other`'s manifest."""
     output, made = _place(output), _place(other) / "manifest.json"
     begun = output.with_name(output.name + ".partial") / RUNNING
     newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)

@@ -1,7 +1,7 @@
 """Verifies files against their manifest, and compares the documents of two corpora.
 
-Reads and hashes everything. Verification takes about 100 bytes of memory per validation document; a
-comparison takes about 50 bytes for each document of either corpus.
+Verification and comparison read and hash all data. Verification takes about 100 bytes of memory per
+validation document; comparison takes about 50 bytes per document of both corpora.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest; the names of its outputs are relative to its folder."""
+    """A manifest. The names of outputs are relative to the manifest's folder."""
 
     path: Path
     content: dict[str, Any]
@@ -50,7 +50,7 @@ class Manifest:
 
 
 def find_manifest(path: Path) -> Manifest:
-    """Manifest of a folder, a prefix of token files, or a single file listed in a manifest."""
+    """Finds the manifest of `path`: a folder, a prefix of token files, or a file that a manifest lists."""
     stem = prefix_of(path.name.removesuffix(ending(path)))
     candidates = [
         *((one, "") for one in (path / "manifest.json", path.with_name(path.name + ".manifest.json"), path)),
@@ -127,7 +127,7 @@ def _token_findings(manifest: Manifest) -> Iterator[Finding]:
 
 
 def _document_findings(manifest: Manifest) -> list[Finding]:
-    """Checks documents in JSONL outputs: counts per file and in total, and training-validation overlap."""
+    """Checks JSONL outputs: documents per file, totals, and whether training and validation overlap."""
     names = [one["name"] for one in manifest.outputs if ending(one["name"]) in JSON_SUFFIXES]
     if not names:
         return []
@@ -189,7 +189,7 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
 
 
 def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
-    """Compares two corpora, both JSONL (file or folder) or both .bin/.idx, as multisets of documents."""
+    """Compares two corpora as multisets of documents. Both are JSONL (file or folder), or both .bin/.idx."""
     are_tokens = {not one.is_dir() and ending(one) not in JSON_SUFFIXES for one in (path, other)}
     if len(are_tokens) > 1:
         fix = "give two .bin/.idx prefixes, or JSONL for both"

@@ -90,7 +90,7 @@ def step_factors(
 
     Args:
         norm: norm of all gradients, one fp32 value; None: no clipping and no skipping.
-        step: t in the formulas: number of steps that were not skipped, including this one; fp64 [].
+        step: t in the formulas. Counts this step and all earlier steps that were not skipped; fp64 [].
         clip: maximum gradient norm; 0: no clipping.
     """
     factor = torch.ones_like(step)
@@ -123,13 +123,13 @@ def adamw_step(
     main: Tensor, grad: Tensor, mean: Tensor, square: Tensor, weight: Tensor | None, factors: Tensor, *,
     betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    """One step of AdamW on a tensor, in place; formulas at the top of the file.
+    """One step of AdamW, in place; formulas at the top of the file. All tensors must be contiguous.
 
     Args:
-        main: fp32 weights, or int16 remainders (see `split`); all tensor arguments must be contiguous.
+        main: fp32 weights, or int16 remainders (see `split`).
         grad: gradients, fp32 or bf16.
         mean, square: first and second moments, fp32 or bf16.
-        weight: output for the bf16 copy of the weights (with remainders, also an input); None: no copy.
+        weight: bf16 copy of the weights, overwritten (with remainders, also read); None: no copy.
         factors: result of `step_factors`.
     """
     if not runs_kernel(grad):
@@ -141,7 +141,7 @@ def adamw_step(
 
 
 def check_step(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
-    """Compares the kernel with its plain PyTorch reference for weights of `dtype`, and for a skipped step."""
+    """Compares the kernel with its PyTorch reference, in normal and skipped steps on weights of `dtype`."""
     generator = torch.Generator(device).manual_seed(0)
     count = torch.tensor(3.0, dtype=torch.float64, device=device)
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "clip": 1.0}

@@ -1,6 +1,6 @@
 """Exponential moving average of the weights (EMA_DECAY), in fp32.
 
-With d = EMA_DECAY, and w for the main weights after a step, the n-th update is
+Let d be EMA_DECAY, and let w be the main weights after a step. The n-th update is
 
     ema <- ema + (1 - d) / (1 - d^n) * (w - ema)
 
@@ -33,7 +33,7 @@ def allocate_average(optimizer: MegatronOptimizer) -> None:
 
 
 def _states(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields (main weights, state) of every parameter."""
+    """Yields (main weights, optimizer state) of every parameter."""
     for part in optimizer.chained_optimizers:
         for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
             for main in group["params"]:

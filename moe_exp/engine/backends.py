@@ -1,7 +1,7 @@
 """Chooses the backend of each part of a run; tests and tunes the run's Triton kernels.
 
-All ranks choose the same backends. If a kernel gives wrong results on any rank and its setting
-(EXPERT_BACKEND, ROUTING_KERNELS or CROSS_ENTROPY) is `auto`, its part of the run uses no Triton kernels. If
+All ranks choose the same backends. If a kernel gives wrong results on any rank, the setting of its part
+(EXPERT_BACKEND, ROUTING_KERNELS or CROSS_ENTROPY) decides: with `auto`, the part uses no Triton kernels; if
 the setting requests the kernel by name, the run fails to start.
 """
 
@@ -55,7 +55,7 @@ def backends_of(
 ) -> dict[str, tuple[str, str]]:
     """(backend, reason) of each part of a run on `cpu` or `cuda`.
 
-    `kernel_failures` is the result of `check_run`, and `graph_failure` is that of
+    `kernel_failures` is the result of `check_run`, and `graph_failure` is the result of
     `training.microbatch.start_graphs`.
     """
 
@@ -98,7 +98,10 @@ def backends_of(
 def _attention_backends(
     config: Config, device_type: str, te: tuple[str, str] | None
 ) -> dict[str, tuple[str, str]]:
-    """(backend, reason) for attention with and without a window; `te`: Transformer Engine's pair or None."""
+    """(backend, reason) of attention with and without a window.
+
+    `te`: (backend, reason) if Transformer Engine is used, else None.
+    """
     if te and not (config.document_mask or config.needs_own_attention):
         return {"attention": te}
     found = {}
@@ -127,8 +130,8 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
     """Compares a run's kernels with plain PyTorch and returns the failures. Called by every rank.
 
     Raises:
-        ConfigError: on every rank, if a kernel requested by name gives wrong results on any rank, or
-            MOE_SM_MARGIN is too large.
+        ConfigError: on every rank, if a kernel requested by name gives wrong results on any rank, or if
+            MOE_SM_MARGIN is not less than the number of multiprocessors.
     """
     device = runtime.device
     parts = parts_with_kernels(config, device)
@@ -262,7 +265,7 @@ def why_unchecked(device: torch.device) -> str:
 
 
 def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
-    """The checks of `moe-exp doctor --kernels`, yielded one by one, because GPU compilation is slow."""
+    """Yields the checks of `moe-exp doctor --kernels` one by one, because GPU compilation is slow."""
     for changes in _DOCTOR_CASES:
         for part in PARTS if "router" in changes else ["experts"]:
             yield from _checks(part, replace(_DOCTOR_SIZES, **changes), device)

@@ -40,7 +40,7 @@ _LIMITS = {"fp32": 1e-4, "bf16": 0.05}
 
 @dataclass(frozen=True)
 class Leak:
-    """Result for one kind of attention; errors are differences from a run on each document alone."""
+    """Result for one kind of attention; errors compare packed documents with the same documents alone."""
 
     kernel: str  # named as by `backends_of`
     heads: str  # a key of _HEADS

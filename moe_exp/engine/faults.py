@@ -1,4 +1,4 @@
-"""Ends a run before TRAIN_ITERS: on a stop request, or on an error on one or all ranks."""
+"""Ends a run before TRAIN_ITERS, after a stop request or after an error on one rank or on all ranks."""
 
 import contextlib
 import json
@@ -52,15 +52,15 @@ def stop_signal() -> Iterator[StopSignal]:
 
 
 class StopRules:
-    """Rules that decide after each iteration, on each rank, whether to stop.
+    """Rules for stopping the run. Each rank applies the rules after each iteration.
 
     Args:
         stop: stop signal of this rank.
-        exit_file: on rank 0, the file that requests a stop (checked at most once a second); None on other
-            ranks.
-        exit_minutes: stop this many minutes after the launch (restarts do not reset this time; only rank 0
-            checks); 0: no limit.
-        exit_interval: stop at multiples of this many iterations; 0: never.
+        exit_file: file that requests a stop. Rank 0 checks at most once a second whether this file exists;
+            on other ranks, `exit_file` is None.
+        exit_minutes: minutes from the launch to the stop; 0: no limit. Restarts do not reset this time. Only
+            rank 0 checks the time.
+        exit_interval: stop at every iteration that is a multiple of this number; 0: never.
     """
 
     def __init__(self, stop: StopSignal, exit_file: Path | None, *, exit_minutes: float, exit_interval: int):
@@ -111,9 +111,10 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal, memory_text: Callable[[Exception], str] = str) -> Iterator[None]:
-    """Prints errors raised in the block with rank, host name and device; for user errors, only the message.
+    """Prints an error raised in the block, with the rank, host name and device.
 
-    If GPU memory runs out, prints only one line, which contains `memory_text(error)`.
+    For a user error, prints only the message. If GPU memory runs out, prints only one line, which contains
+    `memory_text(error)`.
     """
     try:
         yield
@@ -146,7 +147,7 @@ def named_by_rank(stop: StopSignal, memory_text: Callable[[Exception], str] = st
 
 
 def _leave_error(error: Exception) -> None:
-    """Writes the first line of the error, in torchrun's format, to the file that torchrun's agent reads."""
+    """Writes the error's first line to the file that torchrun's agent reads, in the agent's format."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         data = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}

@@ -26,7 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
-    """Returns `whole` (kernel does the whole step), `update` (kernel only replaces torch's AdamW) or `torch`.
+    """Returns `whole` if the kernel does the whole step, `update` if it only replaces AdamW, else `torch`.
 
     `failure`: why the kernel's self-test failed, or '' if it passed.
     """
@@ -45,7 +45,7 @@ def keeps_remainders(config: Config, step: str) -> bool:
 
 
 def store_main_weights(part: Any) -> None:
-    """Makes `part`, one of the chained optimizers, keep its main weights split (see `Adam.split`).
+    """Splits the main weights of a chained optimizer, `part`, and keeps them split (see `Adam.split`).
 
     Code that needs main weights joins them first. They are split again in the next iteration, or when they
     are next copied to the model. Also allocates the moments of `part`.
@@ -77,7 +77,7 @@ def store_main_weights(part: Any) -> None:
 
 
 def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:
-    """Makes every Adam in `optimizer` use `adamw_step`; `whole_step`: whether `choose_step` chose `whole`."""
+    """Makes every Adam in `optimizer` use `adamw_step`; if `whole_step`, also uses `FusedStep`."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
         assert isinstance(part.optimizer, Adam)
@@ -138,7 +138,7 @@ class FusedStep:
 
 
 def count_step(optimizer: MegatronOptimizer, norm: float) -> bool:
-    """Returns whether `FusedStep` applied its step; if not, decrements the number of steps."""
+    """Decrements the step count if `FusedStep` skipped its step; returns whether the step was applied."""
     if math.isfinite(norm):
         return True
     for group in optimizer.param_groups:
@@ -159,7 +159,7 @@ def _share_gradients(part: Any) -> None:
 
 
 def _weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (main weights, 16-bit model weights) of the values that this rank updates."""
+    """Yields (main weights, 16-bit model weights) for the part of each parameter that this rank updates."""
     for main, model in _pairs(part):
         if isinstance(part, DistributedOptimizer):
             place = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]

@@ -1,7 +1,7 @@
 """With a CUDA graph (CUDA_GRAPH), the host starts a micro-batch's forward and backward pass in one launch.
 
-Megatron's schedule is unchanged. Its forward step replays a graph that also contains the backward pass, and
-returns a loss that requires no gradient, so that the schedule runs no backward pass:
+Megatron's schedule is unchanged. Its forward step replays a graph that also contains the backward pass.
+The returned loss requires no gradient, so the schedule runs no backward pass:
 
     schedule: for each micro-batch   copy it to the graph's inputs -> replay -> loss for the log
               after the last one     gradient exchange, as without graphs
@@ -37,7 +37,7 @@ Batch = dict[str, Any]
 
 
 class CudaGraph:
-    """A CUDA graph captured by PyTorch. All graphs of a process run in turn and share one memory pool."""
+    """A CUDA graph captured by PyTorch. A process runs its graphs one at a time; they share a memory pool."""
 
     _pool: Any = None
 
@@ -72,7 +72,7 @@ def side_stream() -> torch.cuda.Stream:
 
 @contextmanager
 def on_side_stream() -> Iterator[None]:
-    """Runs the block on `side_stream`, after all earlier and before all later work; no effect without CUDA.
+    """Runs the block on `side_stream`, between all earlier and all later work; no effect without CUDA.
 
     Autograd accumulates gradients on the stream on which DDP created AccumulateGrad nodes, and a capture must
     not wait for another stream. So DDP, warm-up and captures all use `side_stream`.
@@ -97,7 +97,7 @@ def choose_graph(
     Args:
         expert_backend: the expert backend in use; "" in a dense model.
         has_te: whether Transformer Engine's layers are used.
-        overlaps: whether gradients would be exchanged during the backward pass; a graph prevents this.
+        overlaps: whether gradients would be exchanged during the backward pass if no graphs were used.
         failure: the error that `training.microbatch.start_graphs` returned, or "".
     """
     if config.cuda_graph == "off":
@@ -117,7 +117,7 @@ def choose_graph(
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
-    """Sum of each tensor's bit patterns, int64 [number of tensors], to compare tensors without copies."""
+    """Sum of each tensor's bit patterns, to compare tensors without copies. int64 [number of tensors]."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return torch.stack([x.view(bits[x.element_size()]).sum(dtype=torch.int64) for x in tensors])
 
@@ -171,11 +171,11 @@ class MicrobatchGraphs:
 
     @torch.no_grad()
     def check(self, batch: Batch, num_microbatches: int) -> str:
-        """Compares a replayed micro-batch with an eager one before training; returns the difference or "".
+        """Compares a replayed micro-batch with an eager one before training; returns an error or "".
 
-        Loss and gradients must be equal bit for bit. Where two eager runs already differ (on some
-        GPUs, attention has no fixed summation order), only the norms must agree, within 0.1%.
-        Resets the gradients, the statistics and `state`.
+        Loss and gradients must be equal bit for bit. For a tensor that differs between two eager runs (on
+        some GPUs, attention has no fixed summation order), it is enough that the norms agree within 0.1%.
+        The check resets the gradients and the statistics, and restores `state`.
         """
         before, found = [(x, x.clone()) for x in self._state], []
         try:
@@ -202,7 +202,7 @@ class MicrobatchGraphs:
         return f"{number} of {len(eager)} losses and gradients differ from those without a graph"
 
     def _flags(self) -> tuple[bool, ...]:
-        """For each parameter, whether a kernel has already added to its `main_grad` in this iteration."""
+        """One flag per parameter: whether a kernel has added to its `main_grad` in this iteration."""
         return tuple(getattr(p, "grad_added_to_main_grad", False) for p in self._parameters)
 
     def _set_flags(self, flags: Iterable[bool]) -> None:

@@ -1,4 +1,4 @@
-"""Draws initial weights, identical in every parallel layout, from SEED and global parameter names."""
+"""Draws initial weights from SEED and global parameter names: the same weights in every parallel layout."""
 
 import hashlib
 import math
@@ -19,9 +19,9 @@ from megatron.core.transformer.attention import SelfAttention
 def initialize_weights(chunk: GPTModel, config: Config) -> None:
     """Draws each weight from a generator seeded with SEED and the weight's name; keeps this rank's shard.
 
-    The initial model therefore does not depend on TP, PP, VPP, EP and ETP. Weights are normal with standard
+    The initial model therefore does not depend on TP, PP, VPP, EP or ETP. Weights are normal with standard
     deviation INIT_STD, or INIT_STD / sqrt(2 * NUM_LAYERS) for projections into the residual stream (Radford
-    et al. 2019, GPT-2). PARAMETRIZATION=mup scales the deviation. Norm weights are 1, biases 0.
+    et al. 2019, GPT-2). PARAMETRIZATION=mup scales the standard deviation. Norm weights are 1, biases 0.
     """
     for name, module in chunk.named_modules():
         if isinstance(module, MegatronExperts):
@@ -81,7 +81,7 @@ def draw_weight(
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
-    """`name` with the layer's index in the whole model instead of its index on this stage."""
+    """`name`, with the layer index counted over the whole model instead of over this pipeline stage."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)

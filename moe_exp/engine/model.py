@@ -1,4 +1,4 @@
-"""Builds Megatron's GPTModel from a Config, with our layers and layout-independent initial weights."""
+"""Builds Megatron's GPTModel with our layers; initial weights do not depend on the parallel layout."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -109,7 +109,7 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 
 def _parallel_settings(config: Config) -> dict[str, Any]:
-    """Fields for parallelism and activation recomputation."""
+    """Fields of TransformerConfig for parallelism and activation recomputation."""
     layout = None
     if len(set(config.stage_layers)) > 1:  # lists the layers of each chunk, if stages differ
         vpp = config.vpp or 1
@@ -172,7 +172,7 @@ def _moe_settings(config: Config) -> dict[str, Any]:
 
 
 def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
-    """Sets values that our layers support but that TransformerConfig rejects or has no field for."""
+    """Sets values for our layers that TransformerConfig would reject or has no field for."""
     settings.context_stripes = config.context_stripes
     settings.window_query_groups = config.window_query_groups
     # The tensors of all layers are stacked under one key only if they have equal shapes.
@@ -276,7 +276,7 @@ def build_model(
     config: Config, runtime: Runtime, kernel_failures: Sequence[KernelFailure] = (), *,
     has_graph: bool = False,
 ) -> list[DistributedDataParallel]:  # fmt: skip
-    """This rank's model chunks (one, or VPP chunks) with initial weights, wrapped for data parallelism.
+    """Builds this rank's model chunks (VPP or 1) with initial weights and wraps them for data parallelism.
 
     With `has_graph`, micro-batches run as CUDA graphs, and gradients are exchanged after the last graph.
     """
@@ -423,7 +423,7 @@ class GPTModelWithLinearLoss(PredictingModel):
     def forward(
         self, *args: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """As in GPTModel. The gradient of the losses must be a multiple of `loss_mask` (None: all ones)."""
+        """As in GPTModel, but the losses' gradient must be a multiple of `loss_mask` (default: ones)."""
         self._targets: tuple[Tensor, Tensor] | None = None
         if labels is not None:
             self._set_targets(labels, loss_mask)
@@ -441,7 +441,7 @@ class GPTModelWithLinearLoss(PredictingModel):
     def _output(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Output layer: returns (losses [S, B], None) or, if there are no labels, (logits, bias)."""
+        """Output layer: returns (losses [S, B], None) with labels, and (logits, bias) without labels."""
         if self._targets is None:
             return self._project(hidden, weight, runtime_gather_output)
         if self.config.sequence_parallel:
@@ -450,5 +450,5 @@ class GPTModelWithLinearLoss(PredictingModel):
         return linear_losses(hidden, weight, *self._targets, self.pg_collection.tp), None
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss of each token, fp32 [B, S]; here, `logits` are the losses [S, B] from `_output`."""
+        """Loss of each token, fp32 [B, S]; `logits` already contains these losses, [S, B], from `_output`."""
         return logits.transpose(0, 1).contiguous()

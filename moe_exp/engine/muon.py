@@ -5,16 +5,16 @@
 
 G is the gradient of matrix W, and M is the running mean of G. The factor 0.2 * sqrt(...) makes updates as
 large as AdamW's (Liu et al., section 2.2), so AdamW's learning rates apply. The formula is that of
-torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`; we apply it in fp32, to each expert separately, and
-to full matrices in every layout. Megatron-Core's Muon needs the package emerging_optimizers and would use
-Adam for our experts, because they are 3D tensors.
+torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`; we apply it in fp32. Each expert's matrix is
+orthogonalized separately, and a matrix split over ranks is orthogonalized as a whole. Megatron-Core's Muon
+needs the package emerging_optimizers and would use Adam for our experts because their weights are 3D tensors.
 
 Embedding, output layer, norms and biases use AdamW with Adam's settings (as in Jordan 2024). Routers also use
 AdamW because they train worse with Muon (docs/recipes.md). Query, key and value projections are stored as one
 matrix and therefore orthogonalized together; the same is true of gate and up projections.
 
-Memory: the running mean takes 4 bytes per parameter. During the step, updates take 4 bytes per parameter
-divided by the number of ranks that share the work, and a communication buffer takes 256 MiB.
+Memory: the running mean takes 4 bytes per parameter. If n ranks share the work of a step, the updates
+take 4 / n bytes per parameter on each rank, and a communication buffer takes 256 MiB.
 """
 
 import heapq
@@ -53,7 +53,7 @@ _Owned = tuple[_Matrices, list[int]]  # a parameter, and indices of some of its 
 
 
 class Muon(Adam):
-    """Muon for parameter groups with a `muon_axis`, AdamW for other groups.
+    """Muon for parameter groups with the key `muon_axis`, AdamW for other groups.
 
     Args:
         momentum: decay of Muon's running mean.
@@ -118,7 +118,7 @@ class Muon(Adam):
 
 
 def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Assigns tasks, costliest first, to the rank with the lowest total so far; returns each task's rank."""
+    """Returns each task's rank: the costliest task left always goes to the rank with the least total cost."""
     # The largest total is at most 4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing
     # anomalies", theorem 2). Ties go to the earlier task and the lower rank: the same result on all ranks.
     ranks, owners = [(0, rank) for rank in range(num_ranks)], [0] * len(costs)
@@ -129,7 +129,7 @@ def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
-    """Returns, for each rank of `ranks.shared`, the matrices it owns, as (parameter, indices) pairs."""
+    """Returns the matrices that each rank of `ranks.shared` owns, as (parameter, indices) pairs."""
     costs = []  # proportional to the number of operations in `orthogonalized`
     for each in waiting:
         sizes, axis = list(each.parameter.shape[-2:]), each.group[AXIS]
@@ -182,7 +182,7 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | None) -> Tensor:
-    """Gathers and orthogonalizes full matrices, scales to Adam's update size; returns this rank's part."""
+    """Gathers and orthogonalizes full matrices; returns this rank's part, scaled to Adam's update size."""
     world = group_size(ranks) if axis else 1
     whole = part
     if world > 1:
@@ -194,7 +194,7 @@ def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | No
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Returns about U V^T for fp32 matrices U S V^T [..., rows, columns], by five Newton-Schulz steps."""
+    """Approximates U V^T for fp32 matrices U S V^T [..., rows, columns] by five Newton-Schulz steps."""
     # Jordan's coefficients: steep at 0, so that small singular values grow fast. The result does not converge
     # to 1, but to 0.7 to 1.2.
     a, b, c = 3.4445, -4.7750, 2.0315

@@ -2,8 +2,8 @@
 
 As in ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), the device keeps only bf16 weights and gradients. A
 step processes the parameters in buckets. While the host updates a bucket, the device sends the gradients of
-the next bucket and receives the weights of the previous one (for bucket 1, g1: gradients, u1: update, w1:
-weights):
+the next bucket and receives the weights of the previous bucket. In the diagram, g1, u1 and w1 are the
+gradients, the update and the weights of bucket 1:
 
     device to host    g1   g2   g3   ...
     host                   u1   u2   u3   ...
@@ -41,7 +41,7 @@ class _Staging:
 
 
 class OffloadedAdam(Adam):
-    """Adam that stores the fp32 main weights and the moments of bf16 weights in host memory.
+    """Adam for bf16 weights; keeps their fp32 main weights and moments in host memory.
 
     After `join`, a parameter's data is its main weights on the host, so that saving takes no device memory.
     """
@@ -106,7 +106,7 @@ class OffloadedAdam(Adam):
 
 
 def _buckets(params: Iterable[Tensor], size: int) -> Iterator[list[_Piece]]:
-    """Yields the values of `params` in their order, in buckets of at most `size` values."""
+    """Splits the values of `params`, in order, into buckets of at most `size` values."""
     bucket: list[_Piece] = []
     filled = 0
     for p in params:

@@ -33,7 +33,7 @@ _CHUNK = 1 << 22  # values quantized at once, to bound memory
 class Adam(torch.optim.Optimizer):
     """AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101) with FusedAdam's interface and PyTorch's kernel.
 
-    `state_dtype`: dtype of the moments; None: the parameter's. With bf16, they are updated in fp32
+    `state_dtype`: dtype of the moments; None: dtype of the parameter. Moments in bf16 are updated in fp32
     (DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
     """
 
@@ -75,7 +75,7 @@ class Adam(torch.optim.Optimizer):
                     self.update_stored(group, [p for p in params if p in self.stored])
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Creates a parameter's moments, initially zero, unless they exist."""
+        """Creates the moments of `p` as zeros if they do not exist yet."""
         if not self.state[p]:
             names = ("exp_avg", "exp_avg_sq")
             self.state[p] = {name: torch.zeros_like(p, dtype=self._dtype) for name in names}
@@ -144,10 +144,11 @@ def _fused_adamw(
 
 
 class Adam8bit(Adam):
-    """Adam with 8-bit moments and an fp32 scale per 256 values, with bitsandbytes' kernels.
+    """Adam with 8-bit moments. Uses bitsandbytes' kernels.
 
-    Dettmers et al. 2022 (arXiv:2110.02861): a moment is `table[code] * scale`, with a table of 256 values in
-    [-1, 1] ([0, 1] for the second moment). Tensors with fewer than 4096 values have fp32 moments.
+    As in Dettmers et al. 2022 (arXiv:2110.02861), a moment is `table[code] * scale`. The table has 256 values
+    in [-1, 1] ([0, 1] for the second moment). There is one fp32 scale per 256 values of a tensor. Tensors
+    with fewer than 4096 values have fp32 moments.
 
     Raises:
         ValueError: if the installed bitsandbytes kernels do not run on the parameters' device.
@@ -224,7 +225,7 @@ class Adam8bit(Adam):
 
 
 def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-    """`table[codes] * scale`, fp32 [n], for n uint8 codes, fp32 scales [ceil(n / 256)] and a table [256]."""
+    """`table[codes] * scale`, fp32 [n], for uint8 codes [n], fp32 scale [ceil(n / 256)] and table [256]."""
     flat, found = codes.reshape(-1), torch.empty(codes.numel(), device=codes.device)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK]
@@ -234,7 +235,8 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 
 
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes nearest to the values, uint8 [n], and smallest scale per 256 values, fp32 [ceil(n / 256)]."""
+    """Returns the codes nearest to `values`, uint8 [n], and a scale per 256 values, fp32 [ceil(n / 256)]."""
+    # Each scale is the smallest with which the table covers its 256 values.
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     scales = []
@@ -260,13 +262,13 @@ class Sgd(torch.optim.SGD):
     """
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Creates a parameter's momentum, initially zero, unless it exists."""
+        """Creates the momentum of `p` as zeros if it does not exist yet."""
         if self.defaults["momentum"] and not self.state[p]:
             self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
 
 
 def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the moments of all parameters of one of this module's optimizers."""
+    """Creates the moments of all parameters of `optimizer`, an Adam or Sgd of this module."""
     assert isinstance(optimizer, Adam | Sgd)
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -274,7 +276,7 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def stepped(part: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields (model parameter, the optimizer's tensor for it) of one of Megatron's chained optimizers."""
+    """Yields (model parameter, its tensor in the optimizer). `part`: one of Megatron's chained optimizers."""
     # Megatron has three kinds of optimizer. They step on this rank's fp32 ranges, on fp32 copies of 16-bit
     # parameters, or on the parameters themselves.
     if isinstance(part, DistributedOptimizer):
@@ -301,7 +303,7 @@ def joined(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[None]:
 
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`; not copied if stored in fp32."""
+    """fp32 moments of `p` in its shape, by name (see MOMENTS). Moments stored in fp32 are not copied."""
     if isinstance(optimizer, Adam8bit) and optimizer.is_in_8_bits(p):
         return optimizer.dequantized_moments(p)
     return {name: optimizer.state[p][name].float() for name in MOMENTS if name in optimizer.state[p]}

@@ -73,7 +73,7 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
 
 @contextmanager
 def _megatron_builds(config: Config, step: str) -> Iterator[None]:
-    """In the `with` block, Megatron builds the chosen optimizer, and its distributed optimizer accepts it."""
+    """In the `with` block, Megatron builds the chosen optimizer, and DistributedOptimizer accepts it."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
     is_bf16 = config.optimizer_state_dtype == "bf16"
     is_plain = step == "torch" and not is_bf16 and not keeps_remainders(config, step)
@@ -112,7 +112,9 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether TP splits this on `axis` (0: none); False for norm, bias, embedding, output layer, router."""
+    """Whether the parameter is a matrix that TP splits on `axis` (0: that TP does not split). Norms, biases,
+    embeddings, output layers and routers are not such matrices.
+    """
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -124,7 +126,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Checkpoint names of this rank's parameters by `id`: with layer numbers and equal in all layouts."""
+    """Checkpoint names (with layer numbers) of this rank's parameters by `id`; the same in all layouts."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:
@@ -219,10 +221,10 @@ def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: Megatron
 
 
 def leave_to_kernels(chunk: DistributedDataParallel) -> list[Any]:
-    """Excludes from `zero_grad_buffer` the gradients that the expert kernels overwrite; returns the
-    parameters of these gradients.
+    """Makes `zero_grad_buffer` skip the gradients that the expert kernels overwrite. Returns the parameters
+    of these gradients.
 
-    This saves writing and reading 4 bytes per parameter for the experts, which have most of the gradients.
+    This saves writing and reading 4 bytes per expert parameter. Most gradients belong to experts.
     """
     found: list[Any] = []
     for module in chunk.modules():
@@ -301,16 +303,16 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 class _NotFiniteError(Exception):
-    """Raised with the gradient norm as argument, to end Megatron's step before it uses that norm."""
+    """Raised to end Megatron's step before the gradient norm is used; the norm is the argument."""
 
 
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the gradient is not finite.
 
-    Steps skipped by fp16's loss scaler still return `(False, None, None)`, and the fused optimizer step
-    (`FusedStep`) returns `(None, norm, zeros)`, because it does not know yet whether it is skipped. Every
-    skipped step restores the router state (expert bias, state of balancing losses). Call this function after
-    `set_megatron_hooks`.
+    A step that fp16's loss scaler skips still returns `(False, None, None)`. The fused optimizer step
+    (`FusedStep`) returns `(None, norm, zeros)`, because it does not know yet whether the step is skipped.
+    Every skipped step restores the router state (expert bias, state of balancing losses). Call this function
+    after `set_megatron_hooks`.
     """
     routers = RouterState(model)
     settings = get_model_config(model[0])

@@ -1,9 +1,10 @@
 """QK-clip: scales down query and key projections of attention heads with large logits (QK_CLIP).
 
-From Kimi K2 (arXiv:2507.20534, section 2.1). S is the largest logit q k * scale of a head in the iteration,
-over all samples and ranks. After the optimizer step, with f = min(1, QK_CLIP / S),
+From Kimi K2 (arXiv:2507.20534, section 2.1). S is a head's largest logit (q k * scale) in the iteration,
+over all samples and ranks. After the optimizer step, the head's logits are multiplied by
+f = min(1, QK_CLIP / S):
 
-    W_q <- sqrt(f) W_q        W_k <- sqrt(f) W_k        which multiplies the head's logits by f.
+    W_q <- sqrt(f) W_q        W_k <- sqrt(f) W_k
 
 Unlike in Megatron-Core, biases are scaled like weights. The optimizer's moments do not change.
 """
@@ -30,8 +31,8 @@ def clip_attention_logits(
 ) -> None:
     """Makes `optimizer.step` apply QK-clip after every update of the weights.
 
-    Requires unsharded main weights, and `CausalAttention` as attention core. `replicas` is the group of data
-    and context parallel ranks.
+    Requires unsharded main weights and attention cores of type `CausalAttention`. `replicas` is the group of
+    data and context parallel ranks.
     """
     attentions = [module for chunk in model for module in chunk.modules() if isinstance(module, Attention)]
     cores = attention_cores(model)
@@ -86,7 +87,7 @@ def _scale(attention: Attention, factors_H: Tensor) -> None:
 
 
 def _scale_rows(linear: nn.Module, parts: list[tuple[Tensor, int]]) -> None:
-    """Scales weight rows. `parts`: row blocks of every head (or group): (factor per head, number of rows)."""
+    """Scales weight rows. `parts` lists a head's or group's row blocks: (factor per head, number of rows)."""
     rows = torch.cat([factors[:, None].expand(-1, count) for factors, count in parts], dim=1).flatten()
     for name, x in linear.named_parameters(recurse=False):
         if name.startswith("layer_norm"):

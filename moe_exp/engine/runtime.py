@@ -48,7 +48,7 @@ def choose_communication() -> tuple[str, str]:
 
 
 def stand_by() -> None:
-    """In a standby process (see `launch.agent.StandBys`), waits for the environment variables of a rank."""
+    """If this is a standby process (`launch.agent.StandBys`), waits for a rank's environment variables."""
     if STANDS_BY not in os.environ:
         return
     # the first optimizer and the first log would import these
@@ -65,8 +65,9 @@ def stand_by() -> None:
 
 
 def start(config: Config) -> Runtime:
-    """Joins torchrun's job, or an existing process group, which `stop` does not destroy.
+    """Joins the existing process group, or torchrun's job if there is no group.
 
+    `stop` does not destroy a process group that existed before this call.
     Raises ValueError if the number of ranks is not NNODES * GPUS_PER_NODE, or if environment variables
     contradict DETERMINISTIC.
     """
@@ -96,7 +97,7 @@ def _init_group(device: torch.device, rank: int, world_size: int) -> None:
 
 
 def join_job(config: Config) -> None:
-    """Creates the process group of torchrun's job unless a group exists, and keeps it for later runs."""
+    """Creates torchrun's process group and keeps it for later runs. Does nothing if a group exists."""
     # the ranks could not connect a second time
     if not is_in_group():
         atexit.register(_leave)
@@ -110,7 +111,7 @@ _alone: Any = None
 
 
 def is_rank() -> bool:
-    """Whether another program has started this process as a rank, under torchrun or in a process group."""
+    """Whether this process is already a rank: torchrun has started it, or it is in a process group."""
     return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys() or is_in_group()
 
 
@@ -120,14 +121,14 @@ def is_in_group() -> bool:
 
 
 def _place() -> tuple[int, int]:
-    """Rank and world size from the process group if there is one, else from torchrun's environment."""
+    """Rank and world size from the process group, or from torchrun's environment if there is no group."""
     if is_in_group():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def world_settings() -> dict[str, int]:
-    """GPUS_PER_NODE, NNODES and NODE_RANK of this job; ValueError if Megatron's parallel state exists."""
+    """GPUS_PER_NODE, NNODES and NODE_RANK. Raises ValueError if Megatron's parallel state exists."""
     if parallel_state.model_parallel_is_initialized():
         fix = "call parallel_state.destroy_model_parallel() first, or train in another process"
         raise ValueError(f"parallel_state: must not be initialized before training. Fix: {fix}.")
@@ -145,7 +146,7 @@ def start_alone(config: Config) -> Runtime:
 
 
 def share_alone(config: Config) -> Runtime:
-    """Runtime of a single rank; all calls share one process group. ValueError if there are more ranks."""
+    """Runtime of a single rank. All calls share a process group. ValueError if it has several ranks."""
     global _alone
     if not torch.distributed.is_initialized():
         atexit.register(_leave)
@@ -178,7 +179,7 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
 
 
 def make_deterministic(config: Config) -> None:
-    """Enables deterministic algorithms; an operation that has none raises an error. Call before GPU work."""
+    """Enables deterministic algorithms. Operations without one raise an error. Call this before GPU work."""
     if torch.cuda.is_available():
         for line in config.environment_problems(os.environ):
             raise ValueError(line)
@@ -191,7 +192,7 @@ def make_deterministic(config: Config) -> None:
 
 
 def _device(config: Config, local_rank: int) -> torch.device:
-    """This rank's device; also applies DETERMINISTIC, THREADS_PER_RANK and warning filters."""
+    """Applies DETERMINISTIC and THREADS_PER_RANK, filters warnings and returns this rank's device."""
     quiet_third_parties()
     if config.deterministic:
         make_deterministic(config)
@@ -216,7 +217,7 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def seed_everything(config: Config) -> None:
-    """Seeds the random streams of Python, numpy, PyTorch and Megatron, not those of `initial_weights.py`."""
+    """Seeds the random streams of Python, numpy, PyTorch and Megatron. `initial_weights.py` seeds its own."""
     # Megatron adds the tensor parallel rank, so that dropout differs between ranks.
     seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
@@ -243,7 +244,7 @@ def freeze_garbage() -> None:
 
 
 def stop() -> None:
-    """Destroys Megatron's parallel state, and the process group unless it existed before `start`."""
+    """Destroys Megatron's parallel state. Keeps the process group only if it existed before `start`."""
     if torch.distributed.is_initialized():
         groups = parallel_state._global_process_group_list or ()  # which Megatron does not destroy
         parallel_state.destroy_model_parallel()
@@ -256,7 +257,7 @@ def stop() -> None:
 
 
 def _leave() -> None:
-    """Destroys, at exit as NCCL requires, a process group that was kept for later runs."""
+    """Destroys the process group that was kept for later runs. NCCL requires this at exit."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -272,7 +273,7 @@ def on_first_rank(make: Callable[[], T]) -> T | None:
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """Calls `make` on rank 0 and returns its result, or raises its ValueError, on every rank."""
+    """Calls `make` on rank 0 and returns the result on every rank. A ValueError is raised on every rank."""
     box: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:
@@ -287,7 +288,7 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def on_every_rank(make: Callable[[], T]) -> T:
-    """This rank's result of `make`; a ValueError on any rank is raised on every rank."""
+    """Calls `make` and returns this rank's result. A ValueError on any rank is raised on every rank."""
     value, error = None, None
     try:
         value = make()
@@ -300,7 +301,7 @@ def on_every_rank(make: Callable[[], T]) -> T:
 
 
 def from_all_ranks(value: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank of `group` (None: all), in rank order. All these ranks must call this."""
+    """Each rank's `value`, in rank order. All ranks of `group` (None: all ranks) must call this."""
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, value, group=group)
     return found

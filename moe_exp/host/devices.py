@@ -76,7 +76,7 @@ def cuda_problem() -> str:
 
 @functools.cache
 def compute_capability() -> tuple[int, int]:
-    """Lowest compute capability of this process's CUDA devices, from the driver; (0, 0) without devices."""
+    """Lowest compute capability of this process's CUDA devices; (0, 0) without a CUDA device."""
     if not count_gpus():
         return 0, 0
     driver, found = ctypes.CDLL("libcuda.so.1"), []
@@ -90,7 +90,7 @@ def compute_capability() -> tuple[int, int]:
 
 
 def rank_place(rank: int | None = None) -> str:
-    """Rank (default: torchrun's), host and device for error lines, such as `rank 11 on node-b (cuda:3)`."""
+    """Text for error lines, such as `rank 11 on node-b (cuda:3)`; default rank: torchrun's."""
     number = os.environ.get("RANK", "0") if rank is None else rank
     return f"rank {number} on {socket.gethostname()} ({device_label()})"
 
@@ -121,7 +121,7 @@ def num_cores() -> int:
 
 
 def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory still available to this process: minimum over the machine and the process's cgroups."""
+    """Memory still available to this process, limited by the machine and by the process's cgroups."""
     lines = (line for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:"))
     found = [int(line.split()[1]) * 1024 for line in lines]
     for line in _lines(proc / "self/cgroup"):

@@ -48,7 +48,7 @@ def report_exit_code(code: int, *, by_any_rank: bool = False) -> bool:
 
 
 def report_first(code: int) -> bool:
-    """Like `report_exit_code`, but from any rank; False if another rank of this node reported first."""
+    """Reports `code` to the launcher, from any rank. Returns False if another rank of this node was first."""
     try:
         path = Path(os.environ[EXIT_CODE_FILE])
         # A link fails if the name exists, so exactly one of several ranks is first. It is also atomic: the

@@ -32,7 +32,7 @@ def count_text(number: float, digits: int = 3) -> str:
 
 
 def scaled_text(number: float, units: Sequence[str], digits: int = 3) -> str:
-    """Number of `digits` digits in the first of `units` (for 1, 1000, 1000^2, ...) that keeps it < 1000."""
+    """Number with `digits` digits, in the first of `units` (1, 1000, 1000^2, ...) in which it is < 1000."""
     *smaller, largest = units
     limit = 1000 - 0.5 * 10 ** (3 - digits)  # from here on, rounding reaches the next unit
     for unit in smaller:
@@ -50,7 +50,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file to write, which atomically replaces `path` at the end of the block."""
+    """Yields a file to write to. At the end of the block, this file atomically replaces `path`."""
     # in the same folder, as a rename is atomic only within a file system
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -85,7 +85,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def regular(path: Path) -> Path:
-    """Returns `path` if it is a regular file, else raises OSError (reading e.g. a pipe could block)."""
+    """Returns `path`. Raises OSError if it is not a regular file, such as a pipe (reading it could block)."""
     if not stat.S_ISREG(path.stat().st_mode):
         if path.is_dir():  # the error of Python's own `open`
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -98,8 +98,8 @@ def read_json(path: Path, *, fix: str = "") -> Any:
 
     Raises:
         OSError: if the file cannot be read or is not a regular file.
-        ValueError: if it is damaged. With `fix`, the message is a complete error line; without `fix`, it is
-            only the reason.
+        ValueError: if the file is damaged. The message is a complete error line with `fix`, and only the
+            reason without `fix`.
     """
     try:
         return json.loads(regular(path).read_text(encoding="utf-8"))
@@ -119,7 +119,7 @@ def read_yaml(path: Path, *, fix: str = "") -> Any:
 
 
 def shallow(text: str) -> str:
-    """Returns the YAML `text`; ValueError if brackets nest so deeply that reading it would take seconds."""
+    """Returns the YAML `text`. Raises ValueError if brackets nest so deeply that reading it takes seconds."""
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth += 1 if bracket in "[{" else -1
@@ -199,7 +199,7 @@ class HashedFile:
 
 
 def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
-    """XXH3-128 of a file, 32 hex digits. For files above `block_bytes`, the hash of `BlockHash.of_all`."""
+    """XXH3-128 of a file (32 hex digits). Above `block_bytes` bytes: the result of `BlockHash.of_all`."""
     digest, buffer = BlockHash(block_bytes), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):  # one buffer, as allocation takes longer than hashing
@@ -214,7 +214,7 @@ def has_hash(path: Path, expected: str) -> bool:
 
 
 class BlockHash:
-    """XXH3-128 of each block of a file, so that several tasks can hash one file."""
+    """Computes the XXH3-128 hash of each block of a file, so that several tasks can share the work."""
 
     def __init__(self, block_bytes: int):
         self.block_bytes, self.num_bytes = block_bytes, 0

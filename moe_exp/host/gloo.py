@@ -24,7 +24,7 @@ def all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_
 
 
 def reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """Like torch.distributed.reduce_scatter_tensor: sums x over the ranks and scatters dimension 0."""
+    """Like torch.distributed.reduce_scatter_tensor: sums x over ranks and splits dimension 0 among them."""
     if not _is_gloo(group):
         return dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
     # summed on this rank in rank order, not along the way as in a ring

@@ -1,9 +1,9 @@
 """Import hook that lets Megatron-Core run without a CUDA device; does nothing if a CUDA device exists.
 
-`moe_exp/__init__.py` passes only imports of `megatron.*` to `find_spec`. Without a CUDA device the name
-`torch` in Megatron's modules is a stand-in, CUDA literals in their code become CPU literals, and a few
-functions are replaced. For other code, torch itself does not change, except that Tensor and Module get one
-private method.
+`moe_exp/__init__.py` passes only imports of `megatron.*` to `find_spec`. Without a CUDA device, the hook
+changes Megatron's modules: the name `torch` refers to a stand-in, CUDA literals become CPU literals, and a
+few functions are replaced. Other code still uses torch itself, which changes in one way only: Tensor and
+Module get one private method.
 """
 
 import builtins
@@ -34,7 +34,7 @@ _LEFT_OUT = ("boto3", "torch.utils.tensorboard", "wandb")
 
 
 class _Event:
-    """Stand-in for torch.cuda.Event: work on the CPU is complete when the call returns."""
+    """Stand-in for torch.cuda.Event that is always complete: CPU calls return when their work is done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -148,7 +148,7 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
 def find_spec(
     fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
 ) -> importlib.machinery.ModuleSpec | None:
-    """Import spec that loads a Megatron module by `_Loader`; None with CUDA (Python then loads it)."""
+    """Import spec by which `_Loader` loads a Megatron module. With CUDA: None, so Python loads the module."""
     if not INSTALLED:
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)

@@ -38,7 +38,7 @@ def patch_latent_attention(multi_latent_attention: Any, linear: type) -> None:
 
 
 class PartsOfSpec:
-    """Base class: lets Megatron 0.19's multi-latent attention use its spec's norms, as in older versions."""
+    """Base class that makes multi-latent attention use the norms of its spec in Megatron 0.19, too."""
 
     # Megatron's own rules require Transformer Engine if queries are not compressed.
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def refuse_cuda_graphs(capturable: bool) -> None:
 
 
 def write_in_the_rank(filesystem_async: Any, write: Callable[..., None], results: Any) -> None:
-    """Makes each rank itself write checkpoints with `write`, which puts outcomes into the queue `results`."""
+    """Makes each rank's own process call `write` to save; `write` puts outcomes in the queue `results`."""
     # 0.16 writes in forked processes. From 0.17 on the rank writes in threads, and the queue has another name
     # and is in another process.
     filesystem_async._get_write_results_queue = lambda *args: results

@@ -57,7 +57,7 @@ class Store:
     """Files below a URL. Thread-safe and fork-safe.
 
     All methods raise a ValueError if the store denies access or the URL is invalid, and a ConnectionError if
-    the store keeps failing; both messages are one line with a fix.
+    the store keeps failing. Each error message is a single line and says how to fix the problem.
     """
 
     def __init__(self, url: str):
@@ -67,7 +67,7 @@ class Store:
         self.protocol = url.partition("://")[0]
 
     def _asked(self, name: str, action: Callable[[Any, str], T]) -> T:
-        """Calls `action` with the store's file system and a file's path, with retries; returns its result."""
+        """Returns `action(file system, path of the file)`. Calls `action` again after a temporary error."""
         try:
             from fsspec.core import url_to_fs
 
@@ -184,7 +184,7 @@ class Store:
             raise ConnectionError(f"{self._named(name)}: {rule}. Fix: try again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Downloads a file in parts, resuming an earlier try; ConnectionError if `known` is outdated."""
+        """Downloads a file, or resumes its download. Raises ConnectionError if `known` is outdated."""
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -237,10 +237,11 @@ def patiently(
     """Calls `action`, repeats it after temporary failures, and returns its result.
 
     Args:
-        max_failures: raise the error after this many consecutive failures without a decrease of `num_left`.
+        max_failures: number of failures in a row after which the error is raised. The count starts again when
+            `num_left` decreases.
         passes: returns whether an error is temporary.
         num_left: returns the remaining amount of work.
-        limit_of: returns the value that replaces `max_failures` for an error, or None to keep it.
+        limit_of: returns the limit to use instead of `max_failures` for an error; None keeps `max_failures`.
         wait_of: returns the wait in seconds that an error requests.
     """
     failures, best = 0, num_left()
@@ -264,7 +265,7 @@ def patiently(
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's text without the final period; its class name if the text is empty."""
+    """First line of an error's text without the final period. The error's class name if the text is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".")
 

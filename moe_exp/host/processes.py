@@ -1,4 +1,4 @@
-"""Processes and signals: handlers, worker processes, death of a parent, free ports."""
+"""Helpers for processes, signals and free ports."""
 
 import atexit
 import ctypes
@@ -66,7 +66,7 @@ def signals_handled(
 
 
 class QuickExit:
-    """If `code` is set, Python exits with `code` and skips freeing objects, which would take a second."""
+    """If `code` is set, Python exits with this code and does not spend a second on freeing objects."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -110,7 +110,7 @@ def orphans_adopted() -> Iterator[None]:
 
 
 def worker_context(module: str) -> ForkServerContext | SpawnContext:
-    """Multiprocessing context for pools; on Linux, a process that has imported `module` forks the workers."""
+    """Context for process pools; on Linux, workers are forks of a process that has imported `module`."""
     if sys.platform != "linux":  # not all libraries survive a fork on macOS
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

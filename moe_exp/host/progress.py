@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Advance(Protocol):
-    """Reports the number of units just completed and, optionally, a description of the current unit."""
+    """Reports how many units were just completed; `now` may describe the current unit."""
 
     def __call__(self, units: int, now: str = "", /) -> None: ...
 
@@ -105,8 +105,8 @@ def print_table(
     title: str, header: Collection[str], rows: Iterable[Iterable[str]], *, console: Console | None = None,
     left: Collection[str] | None = None, box: Box = HEAVY_HEAD,
 ) -> None:  # fmt: skip
-    """Prints a table of plain strings (default: to standard output), without a header if `header` is empty.
-    `left`: left-aligned columns; None: all.
+    """Prints a table of plain strings, by default to standard output. It has no header if `header` is empty.
+    `left`: names of left-aligned columns; None: all columns.
     """
     table = Table(title=title, title_justify="left", show_header=bool(header), box=box)
     for name in header:

@@ -1,4 +1,4 @@
-"""Formats numbers as `assets/format.js` in the report does; a dash means that a value was not measured."""
+"""Formats numbers like the report's `assets/format.js`; a dash means that a value was not measured."""
 
 import math
 from datetime import timedelta
@@ -41,7 +41,7 @@ def percent(value: float, places: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Duration: seconds (three digits) below two minutes, else days and `H:MM:SS`, or only days if huge."""
+    """Duration as `95.3 s` (below two minutes), `1:02:03` or `2 days, 1:02:03`; if huge, as days only."""
     if not math.isfinite(seconds):
         return "–"
     if seconds >= 1e10:  # three centuries: beyond that no hour matters

@@ -70,7 +70,7 @@ class Queue:
 
     @property
     def next_start(self) -> datetime | None:
-        """Expected start of the next job, if the scheduler knows it."""
+        """Expected start of the next job; None if the scheduler does not know it."""
         return min((job.start for job in self.coming if job.start), default=None)
 
     @property
@@ -96,8 +96,8 @@ class NoSqueue(QueueError):
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """Reads the jobs in `job_ids` or, if `job_ids` is empty, all jobs of `user` (default: this user) with
-    the name `name`. Raises QueueError.
+    """Reads the jobs in `job_ids`. If `job_ids` is empty, reads all jobs of `user` (default: this user) that
+    are named `name`. Raises QueueError.
     """
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen

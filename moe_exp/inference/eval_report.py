@@ -33,8 +33,8 @@ Float64Array = npt.NDArray[np.float64]
 
 class RouterCounts:
     """Counts how often this rank's routers choose each expert, [P, L, E]. `layers`: pairs (index in the whole
-    model, layer with a `router`). Before every batch, set `source` to the index of the batch's source and, to
-    exclude padding, `valid_T` to a mask of the tokens to count.
+    model, layer with a `router`). Before every batch, set `source` to the index of the batch's source. To
+    exclude padding, also set `valid_T` to a mask of the tokens to count.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class LayerUsage:
 
     @property
     def order_E(self) -> npt.NDArray[np.int64]:
-        """Experts, most specialised first; of equally specialised experts, most used first."""
+        """Expert indices, most specialised first; ties are ordered by usage, most used first."""
         return np.lexsort((-self.shares_PE.mean(axis=0), -self.bits_E.round(12)))
 
     def to_json(self, sources: list[str]) -> dict[str, Any]:
-        """Values for JSON: lists have a value per expert, objects have a key per source."""
+        """Values for JSON. Each list has one value per expert; each nested object has one key per source."""
         return {
             "layer": self.layer,
             "specialisation_bits": float(self.bits_E.sum()),
@@ -122,7 +122,7 @@ class Row:
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        """Values for JSON; None for values that are unknown or not finite."""
+        """Values for JSON; unknown and non-finite values become None."""
         losses = {name: getattr(self, name) for name in ("lm_loss", "lm_loss_ppl", "bits_per_byte")}
         known = {name: x if x is not None and math.isfinite(x) else None for name, x in losses.items()}
         sizes = {"sequences": self.sequences, "tokens": self.tokens, "bytes": self.text_bytes}
@@ -190,7 +190,7 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
-    """Shortest path suffixes, of one to three components, that are all distinct; if none are, whole paths."""
+    """Last 1 to 3 components of each path, the fewest that keep names distinct; whole paths if 3 do not."""
     for count in range(1, 4):
         names = ["/".join(Path(prefix).parts[-count:]) for prefix in prefixes]
         if len(set(names)) == len(names):

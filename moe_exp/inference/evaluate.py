@@ -117,7 +117,7 @@ class HeldOut:
     def count_bytes(
         self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
-        """Bytes of predicted tokens that do not follow `masked_id`; `first`: index of `sequences[0]`."""
+        """Bytes of predicted tokens, except tokens after `masked_id`; `sequences[0]` has index `first`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)
@@ -277,7 +277,9 @@ def _number_problems(request: EvalRequest, saved: Config) -> Iterator[str]:
 def _tokenizer(
     request: EvalRequest, saved: Config, order: Mapping[str, Any], of_data: TextTokenizer | None
 ) -> TextTokenizer | None:
-    """The model's tokenizer, else the tokenizer of --data-of, else None; ValueError if these two differ."""
+    """Tokenizer of the model or, if it is unknown, of the --data-of run; None if both are unknown. Raises
+    ValueError if the two tokenizers differ.
+    """
     try:
         found = tokenizer_for(saved, request.tokenizer, order=order)
     except ValueError as error:
@@ -322,8 +324,8 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Raises ValueError if data was tokenized differently from the training data; only warns with
-    --allow-other-data, or if neither --data nor --data-of is given.
+    """Raises ValueError if data was tokenized differently from the training data. With --allow-other-data, or
+    if neither --data nor --data-of is given, logs a warning instead.
     """
     for source in sources:
         facts = token_files.tokenizer_facts(token_files.manifest_of(source.prefix))

@@ -65,7 +65,7 @@ class Sampler:
         self._stream = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
     def draw(self, logits_V: Tensor) -> tuple[int, float]:
-        """Samples a token; returns its id and log-probability (in nats, full vocabulary, temperature 1)."""
+        """Samples a token. Returns its id and log-probability in nats (full vocabulary, temperature 1)."""
         log_probs_V = logits_V.double().log_softmax(0)
         token = int(log_probs_V.argmax())
         if self.sampling.temperature:
@@ -78,7 +78,7 @@ class Sampler:
 
 
 def candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Float64 probabilities (not renormalized) and ids of the K tokens to draw from, most probable first."""
+    """The K tokens to draw from, most probable first: float64 probabilities (not renormalized) and ids."""
     logits_V = logits_V.double() / sampling.temperature
     probs_V, tokens_V = logits_V.softmax(0).sort(descending=True, stable=True)
     if sampling.top_k:
@@ -107,7 +107,7 @@ class GenerateRequest(ranks.Request):
 
 @dataclass
 class Generated:
-    """A generated text, with the fields that `--json` prints."""
+    """A generated text. `--json` prints its fields."""
 
     prompt: str
     prompt_tokens: list[int]
@@ -163,8 +163,8 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
 def new_tokens(
     stage: ranks.Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int
 ) -> Generator[tuple[int, float], None, None]:
-    """Yields new tokens and their log-probabilities until the text, including the prompt, has
-    `max_positions` tokens. All ranks must call this.
+    """Yields new tokens and their log-probabilities until prompt and new text have
+    `max_positions` tokens in total. All ranks must call this.
     """
     next_tokens, num_tokens = list(prompt), len(prompt)
     with stage.cache(max_positions):
@@ -186,7 +186,7 @@ def generate(
     plan: GenerationPlan, stage: ranks.Stage, *, begin: Callable[[str], None] = lambda prompt: None,
     show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Generated]:  # fmt: skip
-    """Yields a result per prompt; calls `begin` with the prompt, then `show` with each new piece of text."""
+    """Yields a result per prompt. Calls `begin` with the prompt, then `show` with each new piece of text."""
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
 
     def grow(result: Generated, text: str) -> None:
@@ -223,7 +223,7 @@ def generate(
 
 
 def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
-    """Generates text; rank 0 prints it as it arrives (on a terminal, after the prompt) or as JSON lines."""
+    """Generates text. Rank 0 prints JSON lines, or text as it arrives (on a terminal, after the prompt)."""
     as_json, out = plan.request.as_json, sys.stdout
     is_terminal = out.isatty() and not as_json
 

@@ -26,8 +26,8 @@ LIMIT = 1e-4  # relative, in fp32; the models tested have at most 4e-7
 
 
 class Model:
-    """A checkpoint's model on one GPU or on the CPU; takes the arguments of `moe_exp.load_model`. It never
-    drops tokens, even if training did.
+    """A checkpoint's model on one GPU or on the CPU; `moe_exp.load_model` explains the arguments. The
+    model never drops tokens, even if tokens were dropped in training.
 
     Attributes:
         config: the model's settings.
@@ -57,13 +57,13 @@ class Model:
             prompt: the text to continue, at least one token.
             max_new_tokens: maximum number of new tokens; prompt + text never exceed the training's SEQ_LEN.
             temperature: divisor of the logits; 0 always chooses the most probable token.
-            top_k: sample from the k most probable tokens; 0: from all.
+            top_k: sample from the k most probable tokens; 0: from all tokens.
             top_p: sample from the most probable tokens whose probabilities add up to this value.
             seed: seed of the random stream.
-            stop: one or more stop texts; the output ends before the first stop text that it would contain.
+            stop: one or more stop texts; the output is cut before the first stop text that appears.
 
         Returns:
-            `text` after the prompt, with its `tokens`, their `logprobs` and the `finish_reason`.
+            The `text` after the prompt, the text's `tokens`, their `logprobs`, and the `finish_reason`.
 
         Raises:
             ValueError: if an argument is invalid, or no tokenizer is found.
@@ -122,7 +122,7 @@ class Model:
 
 
 def check_transformers() -> None:
-    """Checks that transformers is installed; ValueError if not."""
+    """Raises ValueError if transformers is not installed."""
     try:
         import transformers  # noqa: F401
     except ImportError:
@@ -132,7 +132,7 @@ def check_transformers() -> None:
 
 @torch.no_grad()
 def compare(source: Path, target: Path) -> tuple[list[str], bool]:
-    """Runs both models in fp32 on random tokens; returns lines for the user, and whether the logits agree.
+    """Compares both models in fp32 on random tokens; returns lines to print, and whether the logits agree.
 
     Args:
         source: Hugging Face folder.

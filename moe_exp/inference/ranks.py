@@ -1,8 +1,8 @@
-"""Inference on the ranks of a torchrun job or in a single process: parallel layout, settings, loading, and
-the pipeline stage that turns token ids into logits, with or without a key/value cache.
+"""Inference in a single process or a torchrun job: parallel layout, settings, model loading, and the pipeline
+stage that turns token ids into logits, with or without a key/value cache.
 
-The model has no optimizer and can use any parallel layout. Each rank reads its shards one by one, without
-megatron-core, which would unpickle arbitrary objects from the files.
+The model has no optimizer and can use any parallel layout. Each rank reads its shards one by one.
+Megatron-core is not used for reading, because it would unpickle arbitrary objects from the files.
 
 Shapes: B batch, S tokens, V vocabulary, D hidden.
 """
@@ -66,7 +66,7 @@ _DROPLESS: dict[str, Any] = {"moe_type": "dmoe", "capacity_factor": 0.0, "min_ca
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes and nodes of a job; the fields are named like the settings."""
+    """Parallel sizes and nodes of a job; each field has the name of its setting."""
 
     tp: int = 1
     pp: int = 1
@@ -137,15 +137,15 @@ class Request:
 
 
 def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> int:
-    """Default batch size: with `capacity`, training's MBSZ; else `most`, or fewer to fit logits in 256 MB."""
+    """Default batch size: with `capacity`, training's MBSZ; else `most`, reduced to fit logits in 256 MB."""
     return saved.mbsz if capacity else max(1, min(most, (256 << 20) // (4 * seq_len * saved.vocab_size)))
 
 
 def shared_batches(
     batches: Sequence[T], rank: Runtime, what: str, unit: str, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, bool]]:
-    """Yields (batch, counts) for this rank's batches; `counts` is False for a batch that only repeats another
-    replica's. Batch i belongs to replica i modulo the number of replicas. Rank 0 shows a progress bar.
+    """Yields (batch, counts) for each batch of this rank. Batch i belongs to replica i modulo the number of
+    replicas. `counts` is False if the batch repeats another replica's batch. Rank 0 shows a progress bar.
     """
     # Expert parallelism may span replicas, so all of them must run every step: replicas without a batch in
     # the last step repeat its first batch, which then does not count.
@@ -170,7 +170,7 @@ def run_alone(config: Config, work: Callable[[Runtime], None]) -> None:
 
 def run_rank(plan: Callable[[str], Any], work: Callable[[Any, Runtime], None]) -> None:
     """Runs `work` as a rank of a torchrun job. `plan` reads the file given on the command line. A ValueError
-    is printed in one line, and the exit code is 1.
+    is printed in one line and ends the process with exit code 1.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_exp").setLevel(logging.ERROR)  # the launcher has logged the plan's messages
@@ -217,7 +217,7 @@ def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
 
 
 class Stage:
-    """Runs this rank's part of a model, with settings from `config_for_use`; DOCUMENT_MASK needs `eod_id`."""
+    """Runs this rank's part of a model. `config` is from `config_for_use`. DOCUMENT_MASK needs `eod_id`."""
 
     def __init__(self, config: Config, rank: Runtime, model: GPTModel, eod_id: int | None = None):
         self.config, self.rank, self.model = config, rank, model
@@ -254,8 +254,8 @@ class Stage:
 
     @torch.no_grad()  # inference_mode would not apply to the threads that compute experts
     def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor | None:
-        """Next-token logits at each position of `tokens` (int64 [B, S], the same on all ranks of a replica):
-        float32 [B, S, V], or [B, 1, V] with `last_only`; None except on the last stage.
+        """Next-token logits, float32 [B, S, V], or [B, 1, V] with `last_only`. Only the last stage returns
+        them; other stages return None. `tokens`: int64 [B, S], the same on all ranks of a replica.
         """
         num_tokens = tokens.size(1)
         padding = -num_tokens % self.config.tp

@@ -1,5 +1,5 @@
-"""Scores token ids: reads a .npy file of ids and writes a .npy file of logits, in batches. The batches are
-divided among the replicas, and each replica's last pipeline stage writes its rows to the common file.
+"""Scores token ids in batches: reads a .npy file of ids and writes a .npy file of logits. Each replica scores
+a part of the batches, and its last pipeline stage writes the logits to the file.
 """
 
 import io
@@ -164,7 +164,7 @@ def _check_out(plan: ScoringPlan, tokens: Path, *, overwrite: bool) -> None:
 
 
 def score(plan: ScoringPlan, rank: Runtime) -> None:
-    """Writes logits to `out` atomically. All ranks must call this. ValueError if loading fails."""
+    """Writes logits to `out` atomically. All ranks must call this. Raises ValueError if loading fails."""
     stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
     start, row_bytes, size = len(plan.header), 4 * plan.shape[1] * plan.shape[2], plan.batch_size
     batches = [range(i, min(i + size, len(plan.ids))) for i in range(0, len(plan.ids), size)]

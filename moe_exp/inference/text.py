@@ -23,11 +23,12 @@ _CONTEXT_TOKENS = 8
 def tokenizer_for(
     saved: Config, name: str, *, order: Mapping[str, Any] | None = None, allow_special: bool = False
 ) -> TextTokenizer:
-    """Returns a tokenizer that encodes documents as in a run's training. `saved`: settings of the run;
-    `order`: facts about the training data (`SampleOrder.facts`) in the run's checkpoint. `name`: a
-    tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: the run's tokenizer.
-    `allow_special`: parse special tokens such as <s> in the text. ValueError if the tokenizer is not found,
-    has ids beyond the vocabulary, or lacks the end-of-document token.
+    """Returns a tokenizer that encodes documents as in a run's training. `saved` has the run's settings.
+    `name` is a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`. If `name` is empty, the
+    run's tokenizer is used. `order` has facts about the training data (`SampleOrder.facts`) from the run's
+    checkpoint. `allow_special` parses special tokens such as <s> in the text.
+
+    Raises ValueError if the tokenizer is missing, lacks the end-of-document token, or has too large ids.
     """
     give = "pass --tokenizer with tokenizer.json or its folder"
     trained = (order or {}).get("tokenizer") or ""
@@ -54,7 +55,7 @@ def tokenizer_for(
 
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Token ids of a text, after a BOS token if training documents start with BOS; no end token is added."""
+    """Token ids of a text, with BOS first if training documents start with BOS. Adds no end token."""
     ids, _ = own_package(tokenizer)([text])
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return begin + [int(token) for token in ids]
@@ -83,7 +84,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Returns the new text; sets `stopped` once a stop text is complete."""
+        """Adds a token and returns the new text. Sets `stopped` once a stop text is complete."""
         self._ids.append(token)
         return self._released(final=False)
 

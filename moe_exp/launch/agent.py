@@ -1,11 +1,11 @@
-"""An agent for long-running jobs: takes torchrun's arguments, but handles restarts and signals differently.
+"""Agent for long-running jobs. It takes torchrun's arguments but handles restarts and signals differently.
 
     python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 \\
         -m moe_exp.train --num-experts 16
 
 Unlike torchrun's agent, it forwards signals without terminating the ranks. It restarts the ranks of all nodes
-if a rank requests a restart or fails (up to --max-restarts failures per job), and records each restart in
-the run's metrics.jsonl. docs/architecture.md lists the private names of torchrun that this file uses.
+if a rank fails or requests a restart, and records each restart in the run's metrics.jsonl. After more than
+--max-restarts failures, the job ends. docs/architecture.md lists the private torchrun names used here.
 """
 
 import gc
@@ -56,8 +56,8 @@ _HUNG = "killed by its launcher because the run hung"
 
 
 class StandBys:
-    """Standby processes, one per rank of this node, with all imports done (imports dominate restart time).
-    Each waits for the environment of the rank that it will become, and ends if this process ends.
+    """Standby processes, one per rank of this node. They have done all imports, which dominate restart time.
+    Each waits for the environment variables of its rank, and ends if the agent ends.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Agent(LocalElasticAgent):
             return False
 
     def _check(self) -> RunResult | None:
-        """Result of this node's ranks; None while ranks run or if a rank requests a restart."""
+        """Result of this node's ranks. It is None while they run or if a rank requests a restart."""
         assert self._pcontext is not None
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         workers = self.get_worker_group().workers
@@ -239,7 +239,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def _record_failures(self, ended: int) -> tuple[list[Record], int, list[dict[str, Any]]]:
-        """Writes an event per failed rank; returns recent records, last logged iteration and failures."""
+        """Writes an event per failed rank. Returns recent records, the last logged iteration and failures."""
         records: list[Record] = []
         with suppress(OSError):  # no file yet, or the file system is unavailable
             records = last_records(self._metrics) if self._metrics else []
@@ -283,7 +283,7 @@ class Agent(LocalElasticAgent):
         return delay
 
     def _diagnosed(self, records: Sequence[Record], iteration: int, failures: Sequence[Record]) -> str:
-        """Diagnoses failures; if needed, excludes a bad node or ends the job. Returns the advised action."""
+        """Diagnoses failures. Excludes a bad node or ends the job if advised. Returns the advised action."""
         # imported here, because only failures need the tables and their packages
         from moe_exp.watch.diagnosis import diagnose_failures
         from moe_exp.watch.excluded_nodes import exclude_if_possible
@@ -302,7 +302,7 @@ class Agent(LocalElasticAgent):
         return found.action
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event; if the disk is full, keeps the event for the next write and does not fail."""
+        """Writes an event. If the disk is full, keeps it for the next write and raises no error."""
         if self._metrics is None or not self._metrics.parent.is_dir():
             return
         self._unwritten.append(event_record(name, iteration, **details))
@@ -315,7 +315,7 @@ class Agent(LocalElasticAgent):
             self._unwritten = []
 
     def _pass_signals_on(self) -> None:
-        """Sends every signal once to every rank, including ranks that start later."""
+        """Forwards every received signal once to every rank, including ranks that start later."""
         if self._pcontext is None:
             return
         # instead of torchrun, which would terminate the ranks after 30 s, too short for a checkpoint
@@ -357,7 +357,7 @@ class Agent(LocalElasticAgent):
 
 
 def cause(failure: ProcessFailure) -> str:
-    """One-line error of a rank: the message in its error file, or else its signal or exit code."""
+    """One-line error of a rank: its signal, else the message in its error file, else its exit code."""
     if failure.exitcode == -signal.SIGKILL and _has_hung():
         return _HUNG
     if failure.exitcode < 0:
@@ -375,7 +375,7 @@ def _has_hung() -> bool:
 
 @contextmanager
 def _quiet_if_explained() -> Iterator[None]:
-    """Silences torchrun's lines about terminated ranks if a hang or an exit code explains why they ended."""
+    """Silences torchrun's log of terminated ranks if a hang or a reported exit code explains their end."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.disabled
     logger.disabled = before or _has_hung() or reported_exit_code() is not None
@@ -386,7 +386,7 @@ def _quiet_if_explained() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs this node's ranks; `argv`: torchrun's options for a static rendezvous. Returns the exit code."""
+    """Runs this node's ranks; returns the exit code. `argv`: torchrun's options for a static rendezvous."""
     received: list[int] = []
 
     def is_stopping() -> bool:  # polled while the agent waits for other nodes

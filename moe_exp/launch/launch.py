@@ -45,7 +45,7 @@ def train(
         flags: settings by field name, and `config`, the path of a settings file; None counts as not set.
         resume: run folder to resume with the settings in its config.yaml.
         raises: raise ConfigError on invalid settings instead of printing the errors.
-        command: command line that the user typed, from which the summary derives suggested commands.
+        command: command line that the user typed; the summary derives its suggested commands from it.
     """
     warn_of_misspelt()
     try:
@@ -83,7 +83,7 @@ def train(
 
 
 def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Adds the config.yaml and path of a run folder to `flags`. Raises ConfigError if `folder` is not a run
+    """Returns `flags` plus config.yaml and path of a run folder. Raises ConfigError if `folder` is not a run
     folder, or if `flags` already contain a settings file or a run folder."""
     path = expanded(folder)
     # `.` and `..` have no name: use the real one
@@ -106,7 +106,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
-    """Returns `given` for the ranks, without those settings from a file that are equal to the preset's."""
+    """Returns the settings for the ranks: `given` without settings from a file that equal the preset's."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
     # unless set, these are derived from other settings or the data
@@ -180,7 +180,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """Returns the ranks' arguments, with MASTER_ADDR and MASTER_PORT, as torchrun changes these variables."""
+    """The ranks' arguments. They include MASTER_ADDR and MASTER_PORT, as torchrun changes these variables."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 

@@ -54,7 +54,7 @@ def check_machine(config: Config) -> list[str]:
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
-    """Checks data, tokenizer and folders on this machine and, if `with_space`, the disk space for the run."""
+    """Checks data, tokenizer and folders on this machine. `with_space` adds a check of the disk space."""
     return [
         *data_problems(config),
         *_tokenizer(config),
@@ -149,7 +149,7 @@ OLDEST_GPU, OLDEST_TRITON = (8, 0), Version("3.4")  # as in layers/kernels/launc
 
 
 def _kernels(c: Config) -> Iterator[str]:
-    """Checks that Triton works if a setting is `triton`; on a CPU, plain torch runs instead."""
+    """Checks that Triton works if a setting is `triton`. Skips CPUs, where plain torch replaces Triton."""
     asked = [name for name in ("expert_backend", "cross_entropy") if getattr(c, name) == "triton"]
     if not asked or not count_gpus():
         return
@@ -171,7 +171,7 @@ BITSANDBYTES = {"GPU": "0.45", "CPU": "0.50"}
 
 
 def bitsandbytes_problem(device: str) -> str:
-    """Reason why OPTIMIZER=adam8bit cannot run on `device` (GPU or CPU), or ''."""
+    """Reason why OPTIMIZER=adam8bit cannot run on `device` (GPU or CPU). Empty if this optimizer can run."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed"
     if Version(found := importlib.metadata.version("bitsandbytes")) < Version(BITSANDBYTES[device]):
@@ -195,7 +195,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def _shared_memory(c: Config) -> Iterator[str]:
-    """Checks that /dev/shm has space for data loader workers' batches (containers have 64 MB by default)."""
+    """Checks that /dev/shm (64 MB by default in containers) has space for the data loader's batches."""
     if not c.num_workers or not _SHARED_MEMORY.is_dir():
         return
     # a sample has seq_len + 1 tokens, each an int64
@@ -210,7 +210,7 @@ def _shared_memory(c: Config) -> Iterator[str]:
 
 
 def data_problems(c: Config) -> Iterator[str]:
-    """Checks that TRAIN_DATA, VALID_DATA and DATA_STAGES are complete and long enough, and fit VOCAB_SIZE."""
+    """Checks that the run's data are complete and long enough, and VOCAB_SIZE covers the vocabulary."""
     try:
         shares = parse_split(c.split)[:2]
     except ValueError:
@@ -328,7 +328,7 @@ def _load_dir(c: Config) -> Iterator[str]:
 
 
 def _data_of_converted(c: Config) -> Iterator[str]:
-    """Checks that TRAIN_DATA is set for converted weights: the embedded corpus has a different tokenizer."""
+    """Checks that a run from converted weights sets TRAIN_DATA: the default corpus has another tokenizer."""
     for name in ("load_dir", "upcycle_from") if not c.train_data else ():
         with suppress(ValueError):  # reported by the checks of these settings
             value = getattr(c, name)
@@ -383,14 +383,15 @@ def disk_warnings(config: Config) -> list[str]:
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Checks disk space for the next checkpoint on resume, else for one or all checkpoints (DISK_CHECK)."""
+    """Checks disk space. A resumed run needs space for one checkpoint, others for one or all (DISK_CHECK)."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Returns the existing checkpoints, the problems if the disk lacks space for the next checkpoint, and the
-    problems if it lacks space for all new checkpoints.
+    """Returns the iterations of existing checkpoints, and two lists of problems. The first list reports that
+    the disk lacks space for the next checkpoint. The second list reports that the disk lacks space for all
+    new checkpoints.
     """
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []

@@ -1,8 +1,8 @@
 """Rendezvous of the nodes' agents before each start of the ranks; implements torchrun's interface.
 
 torchrun's static rendezvous does not report failures to other nodes. The c10d rendezvous reports failures,
-but assigns its own node numbers instead of NODE_RANK. In torch 2.13, both give restarted ranks a store that
-still contains the addresses of dead ranks (unless c10d is used with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+but assigns its own node numbers instead of NODE_RANK. In torch 2.13, with either rendezvous, the store of
+restarted ranks still has the addresses of dead ranks (c10d: unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
 This file solves all three problems.
 
 A round lasts from one start of all ranks to the next. Agents meet in a store on MASTER_PORT; the store lives
@@ -53,7 +53,7 @@ _MOST_CHARACTERS = 2000
 
 
 class RestartRendezvous(RendezvousHandler):
-    """Lets a node's agent meet the other nodes' in node 0's store; with one node, port 0 means any free port.
+    """Lets the agents of all nodes meet in node 0's store. With one node, port 0 means any free port.
 
     Args:
         is_stopping: called while waiting for other nodes; returns True if a stop was requested.
@@ -185,7 +185,7 @@ class RestartRendezvous(RendezvousHandler):
                 time.sleep(_POLL_SECONDS)
 
     def reconnect(self) -> bool:
-        """Reconnects to node 0. Returns False if unreachable; raises ConnectionError if node 0 refuses."""
+        """Reconnects to node 0. Returns False if it is unreachable; raises ConnectionError if it refuses."""
         try:
             # a plain socket distinguishes a host that refuses from an unreachable one
             socket.create_connection((self._host, self._port), _CONNECT_SECONDS).close()
@@ -238,7 +238,7 @@ class RestartRendezvous(RendezvousHandler):
         return True
 
     def _open(self, port: int, *, serve: bool, deadline: float) -> TCPStore:
-        """Serves a store, or tries until `deadline` to connect to node 0's store, which may start later."""
+        """If `serve`, starts a store; else connects to node 0's store, with retries until `deadline`."""
         while True:
             try:
                 store = self._store_at(port, serve=serve)
@@ -284,7 +284,7 @@ class RestartRendezvous(RendezvousHandler):
 
 
 def _limit_silence(port: int) -> None:
-    """Sets timeouts for unacknowledged data and silence on connections to `port`; torch sets no timeouts."""
+    """Sets timeouts on connections to `port`: for unacknowledged data and for silence. Torch sets none."""
     options = {
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): SILENCE_SECONDS * 1000,
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,

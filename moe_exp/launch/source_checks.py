@@ -62,8 +62,8 @@ def start_of(config: Config) -> Start:
 
 
 def _source(config: Config) -> _Source | None:
-    """The checkpoint that training would load now; None if only the ranks, or only another machine,
-    can determine it. Raises ValueError if neither the run folder nor LOAD_DIR has a complete checkpoint.
+    """The checkpoint that training would load now; None if it cannot be determined here before the
+    run starts. Raises ValueError if neither the run folder nor LOAD_DIR has a complete checkpoint.
     """
     if run_folder_problems(config) or config.remote_dir:
         return None
@@ -162,7 +162,7 @@ def _repeated(config: Config, share: Share) -> Iterator[str]:
 
 
 def _max_epochs(prefix: str) -> float | None:
-    """The max_epochs that `moe-exp data mix` stored for the token files `prefix`; None for other files."""
+    """The max_epochs stored by `moe-exp data mix` for token files `prefix`; None if it stored no value."""
     path = Path(prefix).with_name("mixture.json")
     # another program may have written a file of this name
     with suppress(KeyError, TypeError, AttributeError, ValueError):

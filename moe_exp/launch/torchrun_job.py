@@ -73,7 +73,7 @@ _KEY_SECONDS = 10.0  # from the creation of the file until its content is visibl
 
 
 def shared_key(path: Path) -> str:
-    """Rendezvous key of a multi-node job; the first call writes it to `path`, readable only by the owner."""
+    """Rendezvous key of a multi-node job. The first call creates `path`, readable only by its owner."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         # O_EXCL: exactly one node creates the file, the others read its key

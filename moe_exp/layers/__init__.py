@@ -8,5 +8,5 @@ Shape suffixes used throughout:
     A digit is a dimension of that size (weights_R1: [R, 1]) or is added to the letter before it (offsets_L1:
     [L + 1]).
 
-The rows of expert e are offsets_L1[e] to offsets_L1[e + 1] - 1 (int32); offsets_L1[0] is 0.
+Expert e has the rows offsets_L1[e] to offsets_L1[e + 1] - 1; offsets_L1 is int32 and starts with 0.
 """

@@ -33,7 +33,7 @@ class Activation(NamedTuple):
     offset: float = 0.0
 
     def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Splits `hidden` into gate and up [..., F] and clamps both; returns gate, and up + `offset`."""
+        """Splits `hidden` into gate and up [..., F], clamps both, and returns (gate, up + `offset`)."""
         gate, up = hidden.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -70,7 +70,7 @@ _BACKWARD: dict[Function, Callable[[Tensor, Tensor, Tensor], Any]] = {
 
 
 def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Tensor:
-    """Returns the result of `activate` times the router weights in a new tensor, without autograd.
+    """Multiplies the result of `activate` by the router weights. Returns a new tensor, without autograd.
 
     Args:
         hidden_RF: output of the first projection, [R, 2F] for gated activations, else [R, F].
@@ -89,7 +89,7 @@ def weighted_activation_backward(
     """Computes the gradients of the inputs of `weighted_activation`.
 
     Returns:
-        Gradient of `hidden_RF`, gradient of the weights [R], and the activation before weighting.
+        The gradient of `hidden_RF`, the gradient of the weights [R], and the result of `activate`.
     """
     function, gated, limit, _ = ACTIVATIONS[name]
     gate_RF, up_RF = ACTIVATIONS[name].halves(hidden_RF) if gated else (hidden_RF, None)
@@ -112,7 +112,7 @@ def weighted_activation_backward(
 
 
 def differentiable_weighted_activation(hidden_RF: Tensor, weights_R: Tensor, name: str) -> Tensor:
-    """Differentiable `weighted_activation`, which saves only the inputs. The inputs may differ in dtype."""
+    """Differentiable `weighted_activation`. Saves only its inputs for backward; their dtypes may differ."""
     # torch.compile gets plain operations, which it fuses by itself.
     if not torch.compiler.is_compiling():
         return _WeightedActivation.apply(hidden_RF, weights_R, name)

@@ -1,4 +1,4 @@
-"""Sums over the ranks of an optional process group, and copies to the host."""
+"""Functions that sum over an optional process group or copy tensors to the host."""
 
 from collections.abc import Callable
 from functools import cache
@@ -24,7 +24,7 @@ def sum_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def start_copy(x: Tensor) -> Callable[[], list[Any]]:
-    """Starts copying a tensor to the host; the returned function waits for the copy, not for later work."""
+    """Starts copying a tensor to the host; the returned function waits only for this copy."""
     host = x.to("cpu", non_blocking=True)  # to pinned memory
     copied = torch.cuda.current_stream().record_event() if x.is_cuda else None
 

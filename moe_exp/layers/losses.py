@@ -8,8 +8,8 @@ The trainer averages these losses over micro-batches and data parallel ranks, as
 the gradient does not depend on TP, EP, PP, CP, DP or the number of micro-batches.
 
 Arguments that several functions share (shape suffixes as in `moe_exp.layers`; B: sequences of S tokens):
-    scores: router scores of this rank's tokens, [T, E], each row summing to 1 (padding: all zero); or, from a
-        routing kernel, the sums of the scores over tokens, [E], which require `num_tokens`.
+    scores: router scores of this rank's tokens, [T, E]. Each row sums to 1; rows of padding are zero. After
+        a routing kernel: the sums of the scores over tokens, [E]; `num_tokens` is then required.
     tokens_per_expert_E: slots per expert in the micro-batch (all ranks of `group`), including dropped slots.
     valid_T: bool, True for tokens that are not padding; None: no token is padding.
     num_tokens: number of tokens of the micro-batch; None: all ranks hold the same number of tokens.
@@ -53,7 +53,7 @@ class AuxLoss:
 
     @property
     def name(self) -> str:
-        """Name of the loss in the statistics: its kind or the name of its function."""
+        """Name of the loss in the statistics: `kind` or, for a custom loss, the name of the function."""
         if isinstance(self.kind, str):
             return self.kind
         function = getattr(self.kind, "func", self.kind)  # unwraps functools.partial
@@ -61,7 +61,7 @@ class AuxLoss:
 
     @property
     def needs(self) -> Loss:
-        """Which scores and state of the router the loss needs."""
+        """Scores and state of the router that the loss needs."""
         return LOSSES[self.kind] if isinstance(self.kind, str) else Loss(needs_scores=True)
 
 
@@ -127,7 +127,7 @@ def load_balancing_loss_share(
 ) -> Tensor:  # fmt: skip
     """This rank's share of the load-balancing loss of a micro-batch, E * sum_e f_e * P_e.
 
-    f_e is the fraction of the T*K slots assigned to expert e, and P_e its mean score; perfect balance gives
+    f_e is expert e's fraction of the T*K slots, and P_e is the expert's mean score. Perfect balance gives
     1.0. The loss is from Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), but f counts
     all K slots of a token, as in Megatron-Core.
 
@@ -155,7 +155,7 @@ def sequence_balancing_loss_share(
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
-        counted_BSK: bool, True for slots in use, if some tokens use fewer than others; None: all are used.
+        counted_BSK: bool, True for slots in use; None: every token uses all of its slots.
     """
     num_sequences, _, num_experts = scores_BSE.shape
     ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)
@@ -183,13 +183,14 @@ def global_balancing_loss_share(
 ) -> Tensor:  # fmt: skip
     """This rank's share of E * sum_e F_e P_e, with F of the global batch and P of the micro-batch.
 
-    F_e is the fraction of slots assigned to expert e, and P_e its mean score. Qiu et al. 2025, Demons in the
-    Detail (arXiv:2501.11873). The mean of this loss over micro-batches and data parallel ranks is the
-    loss of the global batch. The paper and Megatron-Core compute F from the counts accumulated so far; this
-    function uses the counts of the previous global batch or, in the first global batch, of this micro-batch.
+    F_e is expert e's fraction of the slots, and P_e is the expert's mean score. The loss is from Qiu et al.
+    2025, Demons in the Detail (arXiv:2501.11873). The mean of this loss over micro-batches and data parallel
+    ranks is the loss of the global batch. The paper and Megatron-Core compute F from the counts accumulated
+    so far. This function uses the counts of the previous global batch. In the first global batch, it uses
+    the counts of this micro-batch.
 
     Args:
-        global_tokens_per_expert_E: slots per expert in the previous global batch; zeros in the first.
+        global_tokens_per_expert_E: slots per expert in the previous global batch; zeros in the first batch.
     """
     # A micro-batch runs backward before later ones are routed, so their counts are unknown. With the counts
     # so far, the gradient would depend on the number and order of micro-batches, and every micro-batch would
@@ -206,8 +207,8 @@ def entropy_loss_share(
 ) -> Tensor:
     """This rank's share of the mean entropy of the scores, -sum_e s_e * log(s_e), in nats.
 
-    Without this loss, a router with `top_p` learns uniform scores, and every token uses K experts. Huang
-    et al. 2024 (arXiv:2403.07652), equation 8.
+    Without this loss, a router with `top_p` learns uniform scores, and every token uses K experts. The loss
+    is from Huang et al. 2024 (arXiv:2403.07652), equation 8.
     """
     return entropy_sum(scores_TE) / _num_tokens(scores_TE, num_tokens, group)
 
@@ -224,11 +225,11 @@ def z_loss_share(
 ) -> Tensor:  # fmt: skip
     """This rank's share of a micro-batch's router z-loss, the mean over tokens of logsumexp(logits)^2.
 
-    Zoph et al. 2022, ST-MoE, eq. 5 (arXiv:2202.08906).
+    The loss is from Zoph et al. 2022, ST-MoE, eq. 5 (arXiv:2202.08906).
 
     Args:
-        logits: router logits of this rank's tokens, [T, E]; or, from a routing kernel, the sum over tokens
-            of logsumexp^2, a scalar, which requires `num_tokens`.
+        logits: router logits of this rank's tokens, [T, E]. After a routing kernel: the sum over tokens of
+            logsumexp^2, a scalar; `num_tokens` is then required.
     """
     squares = logits
     if logits.dim():

@@ -18,7 +18,7 @@ from moe_exp.layers.router import RoutingDecision
 
 
 class _Summed(torch.autograd.Function):
-    """Sums over ranks in forward if `forward` is True, else in backward; identity in the other direction."""
+    """Sums over ranks in forward if `forward` is True, else in backward. The other pass is the identity."""
 
     # An input is used by every rank's part, so its gradients are summed. After a sum in forward, every rank
     # already has the gradient of the whole.
@@ -34,7 +34,7 @@ class _Summed(torch.autograd.Function):
 
 
 class TensorParallelDispatcher(LocalDispatcher):
-    """Splits every expert's width over the ranks of a mesh dimension, all of which hold the same tokens.
+    """Splits every expert's width over the ranks of a mesh dimension. These ranks hold the same tokens.
 
     The layer's input and output are replicated, and the tokens are all-reduced once in forward and once in
     backward, as in a ColwiseParallel and RowwiseParallel pair. Gradients are then complete on every rank and
@@ -56,7 +56,7 @@ class TensorParallelDispatcher(LocalDispatcher):
         self.group: ProcessGroup = tp_mesh.get_group()
 
     def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
-        """Sorts the slots by expert; backward sums the gradients of tokens and routing weights over ranks."""
+        """Sorts the slots by expert. Backward sums the gradients of tokens and routing weights over ranks."""
         if group_size(self.group) > 1:
             x_TD = _Summed.apply(x_TD, self.group, False)
             decision = replace(decision, weights_TK=_Summed.apply(decision.weights_TK, self.group, False))

@@ -60,7 +60,7 @@ class MoESettings:
 
     @cached_property
     def aux_losses(self) -> tuple[AuxLoss, ...]:
-        """`losses`, each with its coefficient."""
+        """The losses of the setting `losses`, each with its coefficient."""
         return as_losses(self.losses)
 
 
@@ -75,7 +75,7 @@ class MicrobatchCapacity:
     context_stripes: int = 1  # see `sequence_blocks`
 
     def kept(self, decision: RoutingDecision, shape: torch.Size) -> Tensor:
-        """This rank's kept slots, bool [T, K]. `shape`: shape of the layer's input without D."""
+        """This rank's kept slots, bool [T, K]. `shape` is the layer input's shape without the dimension D."""
         weights_TK = decision.weights_TK.detach()
         num_tokens = 0 if self.settings.token_rounding else tokens_in_group(decision, self.group)
         # Padding must not take capacity from real tokens.
@@ -118,11 +118,11 @@ class MicrobatchCapacity:
     def rows_per_expert(
         self, decision: RoutingDecision, exchange_groups: Iterable[ProcessGroup | None]
     ) -> int | None:
-        """Row count that each expert is padded to (None: no padding); equal on all ranks that exchange rows.
+        """Number of rows to which each expert is padded; None: no padding.
 
-        This is at least the capacity for this rank's tokens. With TP or CP, capacity applies to the whole
-        micro-batch, so a rank may keep more slots than its share. Megatron-Core applies capacity per rank and
-        drops these slots.
+        The number is equal on all ranks that exchange rows, and at least the capacity for this rank's tokens.
+        With TP or CP, capacity applies to the whole micro-batch, so a rank may keep more slots than its
+        share. Megatron-Core applies capacity per rank and drops these extra slots.
         """
         if self.settings.capacity_factor is None or not self.settings.pad_to_capacity:
             return None
@@ -158,13 +158,14 @@ def sequence_blocks(context_parallel_size: int, num_stripes: int = 1) -> list[in
 def context_ranges(
     num_tokens: int, *, cp_rank: int, cp_size: int, num_stripes: int = 1
 ) -> tuple[tuple[int, int], ...]:
-    """The ranges [first, end) of a sequence on a context parallel rank, in order; see `sequence_blocks`.
+    """Ranges [first, end) of a sequence that a context parallel rank holds, in order (see `sequence_blocks`).
 
-    With these ranges, causal attention costs every rank the same. If attention is restricted to documents,
-    several stripes are needed to keep the cost nearly equal.
+    With these ranges, causal attention costs the same on every rank. If attention is restricted to documents,
+    several stripes are needed to keep the cost nearly equal on all ranks.
 
     Args:
-        num_tokens: length of the whole sequence; with C=`cp_size` > 1, a multiple of 2C * `num_stripes`.
+        num_tokens: length of the whole sequence. If C=`cp_size` > 1, it must be a multiple of
+            2C * `num_stripes`.
     """
     # With one stripe, as in Megatron's get_batch_on_this_cp_rank, whose arguments differ between versions.
     blocks = sequence_blocks(cp_size, num_stripes)
@@ -197,11 +198,11 @@ def keep_within_capacity(
     expert_TK: Tensor, weights_TK: Tensor | None, *, num_experts: int, capacity: int | Tensor,
     use_kernels: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Mask of the slots that are kept if every expert keeps at most `capacity` slots, bool [T, K].
+    """Bool mask [T, K] of the slots to keep; every expert keeps at most `capacity` slots.
 
     Args:
-        expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
-        weights_TK: router weights; the highest are kept (ties: the first). None: the first slots are kept.
+        expert_TK: integer indices of the chosen experts; padding slots have the index E and are never kept.
+        weights_TK: router weights; slots of highest weight are kept (ties: the first). None: the first slots.
         use_kernels: see RouterConfig.
     """
     most = expert_TK.numel()

@@ -30,7 +30,7 @@ from moe_exp.layers.statistics import MoEStatistics
 
 
 def needs_scores(aux_losses: Iterable[AuxLoss]) -> bool:
-    """Whether a loss needs the router's scores of all tokens and experts, not only the sums of the scores."""
+    """Whether a loss needs every token's score for every expert; for other losses, sums of scores suffice."""
     return any(loss.needs.needs_scores for loss in aux_losses)
 
 
@@ -41,19 +41,20 @@ class MoELayer(nn.Module):
     experts share both projections, so tokens are sent at the latent width. Router and shared expert use x_t.
 
     Args:
-        shared: the shared expert, a module whose output has the shape of its input and is added to the
-            experts' output.
-        down: maps tokens [T, D] to the experts' input [T, latent] before dispatch; `up` maps back after
-            combine. Pass both or neither.
-        microbatch_group: ranks that together hold a micro-batch (tensor and context parallel), or None.
-        context_parallel_size: number of context parallel ranks within `microbatch_group`; each holds the
-            blocks of a sequence that Megatron assigns to it (see `sequence_blocks`).
+        shared: the shared expert, a module whose output has the shape of its input. The layer adds this
+            output to the experts' output.
+        down: maps tokens [T, D] to the experts' input [T, latent] before dispatch. After combine, `up` maps
+            the output back to [T, D]. Pass both projections or neither.
+        microbatch_group: tensor and context parallel ranks, which together hold a micro-batch, or None.
+        context_parallel_size: number of context parallel ranks within `microbatch_group`; each rank holds
+            the blocks of a sequence that Megatron assigns to it (see `sequence_blocks`).
         context_stripes: number of stripes of a sequence, see `sequence_blocks`.
         recompute_router: run the router again in backward instead of keeping scores and chosen experts.
 
     Attributes:
         statistics: sums for the log, collected in training.
-        timers: timers of the phases `all_to_all` (dispatch, combine) and `experts` in training, or None.
+        timers: timers used in training, or None. The phases are `all_to_all` (dispatch, combine) and
+            `experts`.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class MoELayer(nn.Module):
         self.timers: PhaseTimers | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves the statistics together with the layer, but keeps their dtypes."""
+        """Moves the layer and its statistics; the statistics keep their dtypes."""
         super()._apply(fn, recurse)
         self.statistics.to(self.router.weight.device)
         return self
@@ -97,11 +98,11 @@ class MoELayer(nn.Module):
         """Routes tokens to experts, and returns the combined outputs and the auxiliary losses.
 
         Args:
-            x: hidden states of this rank's tokens: [T, D], or with two dimensions in place of T;
+            x: hidden states of this rank's tokens: [T, D], or T is split into two dimensions;
                 `settings.batch_dim` is the index of the batch dimension.
             padding_mask: bool, in the shape of `x` without D. True marks padding, which is sent to no expert
                 and is excluded from losses, capacity and statistics.
-            with_loss: compute the losses (default: in training or if gradients are enabled).
+            with_loss: whether to compute the losses (default: in training or if gradients are enabled).
 
         Returns:
             The output in the shape and dtype of `x`, and this rank's share of the weighted auxiliary losses
@@ -148,7 +149,7 @@ class MoELayer(nn.Module):
     def route(
         self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None
     ) -> RoutingDecision:
-        """Routes tokens and drops slots over capacity. `shape`: shape of the input without D; None: [T]."""
+        """Routes tokens and drops slots over capacity. `shape`: the input shape without D (default: [T])."""
         decision: RoutingDecision
         if self.recompute_router and self.is_training:
             # reading the random state would wait for the device
@@ -165,7 +166,7 @@ class MoELayer(nn.Module):
         return replace(decision, kept_TK=kept_TK)
 
     def auxiliary_loss(self, decision: RoutingDecision, shape: torch.Size) -> Tensor | None:
-        """This rank's share of the weighted losses (see `moe_exp.layers.losses`); updates the statistics.
+        """Updates the statistics; returns this rank's share of the weighted losses (`moe_exp.layers.losses`).
 
         `shape`: shape of the layer's input without D.
         """
@@ -209,9 +210,9 @@ class MoELayer(nn.Module):
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The experts chosen by score alone (without expert bias and groups), for the losses. Returns slots
-        per expert [E], the experts [T, K] (can be None if a kernel did the routing), and a mask [T, K] of the
-        slots to count (None: all slots).
+        """Chooses experts by score alone (without expert bias and groups), for the losses. Returns the number
+        of slots per expert [E], the chosen experts [T, K] (can be None if a kernel did the routing), and a
+        mask [T, K] of the slots to count (None: all slots).
         """
         # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss on the biased choice would work against the
         # bias.
@@ -238,7 +239,7 @@ class PhaseTimers(Protocol):
 
 
 class TimedDispatcher(Dispatcher):
-    """Wraps a dispatcher to time the exchange (if rows are exchanged) and the experts."""
+    """Wraps a dispatcher to time the experts and, if rows are exchanged, the exchange."""
 
     def __init__(self, dispatcher: Dispatcher, timers: PhaseTimers):
         self.dispatcher, self.timers = dispatcher, timers

@@ -1,8 +1,8 @@
 """CPU functions of the MoE layer, compiled from native.cpp with this machine's C++ compiler.
 
 Each function makes one pass over its data, where plain torch makes several. Plain torch is used for tensors
-that `takes` rejects. In bf16, plain torch rounds after each step; these functions round only the results, and
-keep router weights in fp32. Shape suffixes: see `moe_exp.layers`.
+that `takes` rejects. For bf16 tensors, plain torch rounds after each step, but these functions round only
+their results. They keep router weights in fp32. Shape suffixes: see `moe_exp.layers`.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ def takes(x: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def weighted_activation(hidden_RW: Tensor, weights_R: Tensor, name: str) -> Tensor:
-    """`activations.weighted_activation` with router weights of any dtype; plain torch if `takes` is False."""
+    """`activations.weighted_activation` for weights of any dtype. Uses plain torch if `takes` is False."""
     if not takes(hidden_RW):
         return activations.weighted_activation(hidden_RW, weights_R.to(hidden_RW.dtype).unsqueeze(1), name)
     hidden_RW, weights_R = hidden_RW.contiguous(), weights_R.float().contiguous()
@@ -108,7 +108,7 @@ def _function(name: str, dtype: torch.dtype | None, num_arguments: int) -> Calla
 
 @functools.cache
 def library() -> tuple[ctypes.CDLL | None, str]:
-    """The compiled library and the compiler's version; if there is no library, None and the reason."""
+    """Returns the compiled library and the compiler's version, or None and why there is no library."""
     # CXX overrides the compiler; CXX=false disables compiling.
     named = shlex.split(os.environ.get("CXX", ""))
     commands = [named] if named else [["g++"], ["clang++"], ["c++"]]

@@ -1,7 +1,7 @@
 """Megatron layer specs with our MoE layer, attention and norm. Neither Transformer Engine nor Apex is needed.
 
-In a Megatron program, replace Megatron's MoE spec with `moe_submodule_spec()`; all other settings come from
-TransformerConfig. In `layers/`, only this file and `megatron/` import megatron.
+In a Megatron program, replace Megatron's MoE spec with `moe_submodule_spec()`; settings that are not its
+arguments come from TransformerConfig. In `layers/`, only this file and `megatron/` import megatron.
 """
 
 import copy
@@ -63,7 +63,7 @@ def moe_submodule_spec(
         router_class: a subclass of Router or MegatronRouter.
         losses: auxiliary losses in addition to those of TransformerConfig, such as a custom function.
         min_capacity, token_rounding: see MoESettings.
-        fp8: use e4m3 products in the `triton` backend, see Experts (`config.fp8` is for Transformer Engine).
+        fp8: let the `triton` backend multiply in e4m3, see Experts (`config.fp8` is for Transformer Engine).
         use_te: build shared expert and latent projections from Transformer Engine's linear layers.
     """
     own_losses = as_losses(losses)
@@ -102,7 +102,7 @@ def local_layer_spec(
     config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False,
     rotated_norm: bool = False, attention: Mapping[str, Any] | None = None,
 ) -> ModuleSpec:  # fmt: skip
-    """Megatron's local transformer layer with our attention core and norm; dense if `mlp` is None.
+    """Megatron's local transformer layer with our attention core and norm; its MLP is dense if `mlp` is None.
 
     `attention`: arguments of CausalAttention.
     """
@@ -158,7 +158,7 @@ def te_layer_spec(
     config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False,
     own_attention: bool = False, attention: Mapping[str, Any] | None = None,
 ) -> ModuleSpec:  # fmt: skip
-    """Megatron's Transformer Engine layer; `mlp`, if given, replaces the MLP.
+    """Megatron's Transformer Engine layer; if `mlp` is given, it replaces the dense MLP.
 
     `own_attention`: use our attention core, with `attention` as its arguments. Transformer Engine's core
     ignores document boundaries and cannot measure attention logits.
@@ -191,7 +191,7 @@ def decoder_spec(
         use_te: use Transformer Engine's layers around the MoE layer.
         vp_stage: index of the model chunk in an interleaved pipeline.
         projection_norm: normalize queries and keys over all heads together, see ProjectionNorm.
-        own_attention: with `use_te`, use our attention core, see `te_layer_spec`.
+        own_attention: use our attention core even with `use_te`, see `te_layer_spec`.
         rotated_norm: normalize queries and keys after the rotary embedding; not supported with `use_te`.
         norm_placement: see NORM_PLACEMENT. With `use_te`, only `pre` is supported.
         residual_multiplier: factor on the results of attention and MLP.
@@ -224,7 +224,7 @@ def decoder_spec(
 
 
 class GroupedAttention(SelfAttention):  # type: ignore[misc]
-    """SelfAttention in which sliding-window layers may have a different number of key/value heads."""
+    """SelfAttention in which sliding-window layers may have their own number of key/value heads."""
 
     def __init__(self, config: TransformerConfig, *args: Any, layer_number: int, **options: Any):
         groups, skipped = getattr(config, "window_query_groups", 0), config.window_attn_skip_freq
@@ -254,7 +254,7 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
         self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Calls Megatron's method without `packed_seq_params`; with them, it drops a batch dimension of 1."""
+        """Hides `packed_seq_params` from Megatron, which would otherwise drop a batch dimension of 1."""
         self.rotary_pos_emb.documents = packed_seq_params  # for RestartingPositions
         try:
             return super().get_query_key_value_tensors(

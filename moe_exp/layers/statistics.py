@@ -1,4 +1,4 @@
-"""Statistics of one MoE layer, summed over micro-batches on the device, for the log."""
+"""Statistics of one MoE layer for the log, summed over micro-batches on the device."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,11 +50,10 @@ class MoEStatistics:
         self, decision: RoutingDecision, scores: Tensor, *, load_balancing_loss: Tensor, z_loss: Tensor,
         aux_losses: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Records a micro-batch. `scores`: see `RoutingDecision.for_losses`. Losses: without coefficients.
+        """Records a micro-batch. `scores`: see `RoutingDecision.for_losses`. The losses exclude coefficients.
 
         Raises:
-            RuntimeError: if a CUDA graph is being captured outside the context `recorded`, because replays of
-                the graph would not be counted.
+            RuntimeError: if a CUDA graph is captured outside `recorded`: its replays would not be counted.
         """
         if not _is_recorded and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             rule = "the replays of a CUDA graph that contains the MoE layer are not counted"
@@ -83,7 +82,7 @@ class MoEStatistics:
             update([self])
 
     def to(self, device: torch.device) -> None:
-        """Moves the sums to a device; sums that come from the meta device start at zero."""
+        """Moves the sums to a device. Sums on the meta device have no values and become zero."""
         if self._sums.device != device:
             update([self])
             for name in ("_tokens_per_expert_E", "_sums"):
@@ -117,7 +116,7 @@ def recorded(layers: Sequence[MoEStatistics]) -> Iterator[None]:
 
 @torch.no_grad()
 def update(layers: Sequence[MoEStatistics]) -> None:
-    """Adds the pending micro-batches of the layers to their sums."""
+    """Adds each layer's pending micro-batches to its sums."""
     # About twenty operations for all layers together: on a GPU, launching such small operations dominates.
     numbers = {len(layer._pending) for layer in layers}
     if len(numbers) > 1:

@@ -1,7 +1,8 @@
 """Fits the planner's constants to measured runs. Imports no torch; `fit` imports numpy and scipy.
 
 For each constant, the fit optimizes x = ln(constant / prior) / spread (see `constants.free`). It minimizes
-the sum over runs of soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum(x^2).
+sum(x^2) plus the sum of soft-L1(ln(predicted / measured) / 2%) over all runs. The soft-L1 loss is robust to
+outliers.
 """
 
 import csv
@@ -78,8 +79,8 @@ def fit(
     Refitting without the row gives a similar error (see `test_calibration.py`).
 
     `prior` replaces the default priors of `kind` and narrows their spreads. Constants that affect no run are
-    taken from `rest` (default: their prior); constants in `hold` are fixed at the values given there. `noise`
-    is the relative error of a row that is not an outlier; a smaller value gives the priors less weight.
+    taken from `rest` (default: their prior). `hold` maps the names of constants to fixed values. `noise` is
+    the relative error of a row that is not an outlier; a smaller value gives the priors less weight.
     """
     # Factors of a single cluster are only fitted for that cluster, which has a prior.
     if prior is None and issubclass(kind, TimeConstants):
@@ -146,7 +147,7 @@ class _Space(Generic[T]):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fitted memory and time constants, and the devices whose runs were used to fit the time constants."""
+    """Fitted memory and time constants. The time constants were fitted to runs on `hardware`."""
 
     memory: Fit[MemoryConstants]
     time: Fit[TimeConstants]
@@ -205,8 +206,8 @@ def profile_text(calibration: Calibration, source: Path) -> str:
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """Returns a CSV with a prediction per row. The time is empty if the row has no batch size or no DP;
-    without DP, the memory is for DP=1.
+    """Returns a CSV with a prediction per row. If the batch size or DP of a row is unknown, its time is
+    empty. If DP is unknown, the memory is predicted for DP=1.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -58,7 +58,7 @@ def cost_of(
     config: Config, hardware: Hardware, *, num_tokens: int | None = None,
     price_per_gpu_hour: float | None = None, constants: Constants | None = None,
 ) -> Cost:  # fmt: skip
-    """Returns the cost of training for TRAIN_ITERS or `num_tokens`, in the currency of the GPU price."""
+    """Returns the cost of training for `num_tokens` (default: TRAIN_ITERS), in the GPU price's currency."""
     constants = constants or load_constants()
     steps = config.batches.steps(None if num_tokens is None else -(-num_tokens // config.seq_len))
     # Iterations take equally long while batch size (ramp-up) and sample length (DATA_STAGES) are constant.
@@ -125,7 +125,7 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
 
 
 def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | None:
-    """Predicts a run on `device` (name from its driver); None if the planner lacks data for this run."""
+    """Predicts a run on `device` (the driver's name for it). Returns None if the planner lacks data."""
     if not (profile := profile_of(device)):
         return None
     hardware = load_hardware(profile)
@@ -136,7 +136,7 @@ def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | N
 
 
 def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) -> str:
-    """Returns up to four one-setting changes that save memory: sufficient before others, then by speed."""
+    """Returns up to four setting changes that save memory, sorted by whether they suffice, then by speed."""
     found = [lever for lever in levers(config, hardware, load_constants(), prediction) if not lever.problem]
     # a change below the error of the prediction is no help
     found = [lever for lever in found if lever.needed_bytes > 0.01 * prediction.memory_bytes]

@@ -90,7 +90,7 @@ def profile_of(device: str) -> str:
 
 
 def profile_path(name: str) -> Path:
-    """Returns the path of a profile, given its name or a JSON file; ValueError if it does not exist."""
+    """Returns a profile's path. `name` is a profile's name or a JSON file. ValueError if it is unknown."""
     by_name = {known.lower(): known for known in hardware_names()}
     # `h100` is short for `H100-80GB`
     short = {lower.partition("-")[0]: known for lower, known in by_name.items()}
@@ -103,7 +103,7 @@ def profile_path(name: str) -> Path:
 
 
 def load_hardware(name: str) -> Hardware:
-    """Loads a profile by name, or by the path of a JSON file in the same format; ValueError if invalid."""
+    """Loads a profile. `name` is a profile's name or a JSON file in profile format. ValueError if invalid."""
     path, fix = profile_path(name), "use the format of the files in moe_exp/planner/profiles"
     content = read_json(path, fix=fix)
     if not isinstance(content, dict):
@@ -124,7 +124,7 @@ def load_hardware(name: str) -> Hardware:
 
 
 def hardware_profiles(name: str) -> dict[str, Any]:
-    """Returns the contents of a profile, or of all profiles if `name` is empty, with their sources."""
+    """Returns a profile's contents, including the sources. If `name` is empty, returns all profiles."""
     names = [name] if name else hardware_names()
     return {load_hardware(one).name: read_json(profile_path(one)) for one in names}
 

@@ -111,7 +111,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Reads the rows of a CSV as dicts keyed by column; ValueError with a line per invalid cell."""
+    """Reads a CSV's rows as dicts keyed by column; raises ValueError with a line for each invalid cell."""
     try:
         with regular(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -173,7 +173,7 @@ def _is_number(text: str, column: str) -> bool:
 
 
 def _setting(name: str, text: str) -> tuple[Any, str]:
-    """Parses the text of a setting; returns its value and, if invalid, an error message."""
+    """Parses a setting's text; returns the value (None if invalid) and an error message (empty if valid)."""
     settings: dict[str, Any] = {"gpus_per_node": 1, name: text}
     try:
         return getattr(Config(**settings), name), ""
@@ -182,7 +182,7 @@ def _setting(name: str, text: str) -> tuple[Any, str]:
 
 
 def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
-    """Converts a row; measurements that the row marks as not trusted become None."""
+    """Converts a row to a MeasuredRun; measurements marked as not trusted become None."""
     trusted = row.get("quirk") in (None, "", "0")
 
     def measured(name: str, flag: str) -> float | None:
@@ -201,7 +201,7 @@ def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
 
 
 def job_of_row(row: Mapping[str, str]) -> PlannedJob:
-    """Returns a row's job; its program is Megatron-DeepSpeed if zero_stage is 0 or 1, else Megatron-Core."""
+    """Returns a row's job: a Megatron-DeepSpeed job if zero_stage is 0 or 1, else a Megatron-Core job."""
     engine, row = _engine_of(row), _plain_row(row)
     of_deepspeed = row.get("zero_stage") in ("0", "1")
     config = Config.model_construct(None, **_settings(row, of_deepspeed))
@@ -240,7 +240,7 @@ def row_of_job(job: PlannedJob, gpu: str) -> dict[str, str]:
 
 
 def data_parallel_size(row: Mapping[str, str]) -> int | None:
-    """Returns a row's DP, or derives it from the number of GPUs; None if both are missing."""
+    """Returns a row's DP, if necessary derived from the number of GPUs; None if it cannot be derived."""
     if row.get("dp"):
         return int(row["dp"])
     whole, rest = divmod(_num_gpus(row), _number(row, "tp") * _number(row, "pp") * _number(row, "cp", 1))
@@ -282,7 +282,7 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
 
 
 def _stage_layers(row: Mapping[str, str], config: Config, of_deepspeed: bool) -> Sequence[int]:
-    """Layers per stage: by `pipeline_layout` if it lists all layers, else by the training program's rule."""
+    """Layers per stage. Unless `pipeline_layout` lists all layers, the training program's rule applies."""
     num_layers, pp = config.num_layers, config.pp
     layout = row.get("pipeline_layout") or ""
     if layout.startswith("E") and " " not in layout:
@@ -339,7 +339,7 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
 
 
 def _plain_row(row: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns the row with this package's closest settings instead of values that only `Engine` describes."""
+    """Replaces a row's values that only `Engine` describes with the closest settings of this package."""
     modules, precision = (row.get("recompute") or "").split(";"), row.get("precision") or ""
     has_engine = (
         any(row.get(name) for name in (*_OF_ENGINE, *_OTHERS_OF_ENGINE))

@@ -1,4 +1,4 @@
-"""Predicts memory and time of a job on a device, and whether it fits. Does not import torch."""
+"""Predicts the memory and time of a job on a device, and whether the job fits. Does not import torch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Prediction:
 
     @property
     def margin_bytes(self) -> float:
-        """Memory left on the device; negative if the run would be out of memory."""
+        """Bytes left on the device; negative if the job needs more than the device has."""
         return self.memory_bytes - self.needed_bytes
 
     @property
@@ -78,7 +78,7 @@ class Prediction:
 
     @property
     def is_close(self) -> bool:
-        """Whether the margin or shortfall is smaller than the expected error."""
+        """Whether `margin_bytes`, regardless of its sign, is smaller than the expected error."""
         return abs(self.margin_bytes) < self.memory_error * self.peak_bytes
 
 
@@ -115,7 +115,7 @@ def _filled(kind: type[Any], values: dict[str, float]) -> Any:
 
 
 def kind_of(job: PlannedJob, hardware: Hardware) -> str:
-    """Returns the kind of a run, such as `MoE within NVLink, FP8`: its key in `Constants.published`."""
+    """Returns a job's kind, such as `MoE within NVLink, FP8`. `Constants.published` has kinds as its keys."""
     config = job.config
     in_domain = config.ep * config.etp <= hardware.link_domain(config.gpus_per_node)
     model = ("MoE within NVLink" if in_domain else "MoE across nodes") if config.use_moe else "dense"
@@ -124,7 +124,7 @@ def kind_of(job: PlannedJob, hardware: Hardware) -> str:
 
 
 def at_stage(config: Config, seq_len: int) -> Config:
-    """Returns the settings for a data stage with longer samples and the same tokens per batch."""
+    """Returns the settings for a data stage with longer samples; a batch keeps its number of tokens."""
     factor = seq_len // config.seq_len
     if factor <= 1:
         return config
@@ -134,7 +134,7 @@ def at_stage(config: Config, seq_len: int) -> Config:
 
 def predict(job: PlannedJob, hardware: Hardware, constants: Constants | None = None) -> Prediction:
     """Predicts memory and time of a job, by default with the package's constants. Memory is the maximum over
-    DATA_STAGES; the time is for samples of SEQ_LEN.
+    DATA_STAGES; the time is for samples of length SEQ_LEN.
     """
     constants = constants or load_constants()
     # Longer samples may need more memory, as a micro-batch has at least one of them.

@@ -1,4 +1,4 @@
-"""The plan of one run, and tables or values (for `--json`) that describe plans and layouts. No torch."""
+"""The plan of one run. Plans and layouts are shown as tables, or as values for `--json`. No torch."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -106,7 +106,7 @@ def plan_run(
     config: Config, hardware: Hardware, constants: Constants, *, num_tokens: int | None = None,
     price_per_gpu_hour: float | None = None, failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:  # fmt: skip
-    """Plans a run; with `failures` (see `goodput_of`), also its goodput. ConfigError for invalid settings."""
+    """Plans a run, with goodput if given `failures` (see `goodput_of`). ConfigError for invalid settings."""
     raise_for(config.problems())
     budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
     cost = cost_of(config, hardware, **budget, constants=constants)
@@ -156,7 +156,7 @@ def describe_candidate(candidate: Candidate, found: Search, place: int) -> dict[
 
 
 def describe_search(found: Search, top: int) -> dict[str, Any]:
-    """Returns a search's fastest `top` layouts, and the numbers of tried, fitting and rejected layouts."""
+    """Returns a search's `top` fastest layouts, and its numbers of tried, fitting and rejected layouts."""
     return {
         "gpu": found.hardware.name,
         "counted_as": counted_as(found.ranked[0].config, found.hardware) if found.ranked else {},
@@ -434,5 +434,5 @@ def _number(value: object) -> str:
 
 
 def _short(number: float, digits: int = 3) -> str:
-    """Formats a number with `digits` significant digits, or as an integer if that has more digits."""
+    """Formats a number with `digits` significant digits, but keeps all digits before the decimal point."""
     return f"{number:,.0f}" if number >= 10 ** (digits - 1) else f"{number:.{digits}g}"

@@ -1,7 +1,7 @@
 """Views of a plan: the timeline of an iteration by stage, and the most similar published runs.
 
 The schedules are Megatron-Core's: 1F1B, and the interleaved schedule with VPP model chunks per rank
-(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Imports no torch, and matplotlib only in `as_svg`.
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Imports no torch; only `as_svg` imports matplotlib.
 """
 
 import csv
@@ -28,7 +28,7 @@ _COLORS = {"forward": "#4f9bd9", "backward": "#2a9d8f", "exchange": "#d9541e", "
 
 @dataclass(frozen=True)
 class Event:
-    """A micro-batch's pass over one model chunk."""
+    """Forward or backward pass of a micro-batch through one model chunk."""
 
     stage: int
     kind: Kind
@@ -88,7 +88,7 @@ def _scheduled(passes: Sequence[tuple[Pass, Pass]], count: int, chunks: int) -> 
 
 
 def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[Kind, int, int]]:
-    """Yields a stage's passes (kind, chunk, micro-batch) in order: warm-up, 1F1B, remaining backward ones."""
+    """Yields a stage's passes (kind, chunk, micro-batch): warm-up, 1F1B, then remaining backward passes."""
     total, group = count * chunks, stages * chunks
     # Megatron's number of warm-up passes, see `memory.micro_batches_in_flight`
     ahead = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
@@ -107,7 +107,7 @@ def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[K
 
 
 def as_text(of: Timeline, width: int = 100) -> Iterator[str]:
-    """Yields a line per stage, with digits for forward and letters for backward passes, and a legend."""
+    """Yields a line per stage (digits: forward passes, letters: backward passes), then a legend."""
     end = of.passes_end + of.after
     for stage in range(of.num_stages):
         line, events = ["."] * width, [event for event in of.events if event.stage == stage]
@@ -123,7 +123,7 @@ def as_text(of: Timeline, width: int = 100) -> Iterator[str]:
 
 
 def as_svg(of: Timeline) -> str:
-    """Draws the timeline with a row per stage; the token exchange is shown within each pass."""
+    """Draws the timeline as SVG, with a row per stage. Marks the token exchange within each pass."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -169,7 +169,7 @@ class Neighbor:
 
     @property
     def dispatcher(self) -> str:
-        """Token dispatcher; empty for a dense model."""
+        """Name of the token dispatcher; empty for a dense model."""
         return self.row["dispatcher"] or ("alltoall" if self.job.config.use_moe else "")
 
     @property

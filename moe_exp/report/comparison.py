@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Losses of a run, or mean losses of several in their common range; `at`: the positions, by axis."""
+    """Losses of a run, or mean losses of several runs in their common range; `at`: positions on each axis."""
 
     at: Mapping[str, Floats]
     loss: Floats
@@ -46,7 +46,7 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class Parity:
-    """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss both reach (on means over seeds)."""
+    """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss that both mean curves reach."""
 
     run: Group
     other: Group
@@ -61,14 +61,14 @@ class Parity:
 
 
 def tokenizer_of(run: RunRecords) -> str | None:
-    """Identity of the tokenizer: TOKENIZER, or else the vocabulary size; None if settings are unknown."""
+    """Identity of the tokenizer: TOKENIZER if set, else the vocabulary size. None if settings are unknown."""
     if not run.settings:
         return None
     return str(run.settings.get("tokenizer") or f"vocabulary of {run.settings.get('vocab_size')}")
 
 
 def bits_per_nat(run: RunRecords) -> float:
-    """Loss in bits per byte divided by loss in nats per token (latest validation with both); NaN if none."""
+    """Loss in bits per byte divided by loss in nats per token, at the latest validation with both, or NaN."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
     # the ratio depends only on tokens per byte of the text, not on the model
     both = np.isfinite(bits) & (nats > 0)
@@ -86,17 +86,17 @@ def is_mixed(runs: Sequence[RunRecords]) -> bool:
 
 
 def loss_unit(runs: Sequence[RunRecords]) -> str | None:
-    """Unit in which losses are comparable: NATS with one tokenizer, else BITS (None if a run lacks BITS)."""
+    """Unit of comparable losses: NATS if tokenizers agree; otherwise BITS, or None if a run has no BITS."""
     if not is_mixed(runs):
         return NATS
     return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
 
 
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
-    """Mean of the finite `values` in (x - window, x], each weighted by its span of x. `x` must increase.
+    """Mean of the finite `values` in (x - window, x], weighted by record length in x. `x` must increase.
 
-    A window consists of one or more whole records. The mean is NaN where all records so far cover less than
-    `window`, or those in the window have no finite value.
+    A window consists of one or more whole records. The mean is NaN while all records so far cover less than
+    `window`, and where a window has no finite value.
     """
     finite = np.isfinite(values)
     # differences of running sums compute the windows of all records in one pass
@@ -112,7 +112,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Start of the first record, assumed to be as long as the second; 0 for one record, NaN without any."""
+    """Start of the first record, assumed to be as long as the second. 0 for one record, NaN for no record."""
     # not always 0: a run started with LOAD_DIR continues the counts of the checkpoint
     known = x[np.isfinite(x)]
     if len(known) < 2:
@@ -121,7 +121,7 @@ def begin_of(x: Floats) -> float:
 
 
 def smoothed(run: RunRecords, unit: str, window_tokens: float) -> Floats:
-    """Mean training loss over the last `window_tokens` tokens, rounded to nine places."""
+    """For each record, mean training loss over the last `window_tokens` tokens, rounded to nine decimals."""
     losses = run.train["lm_loss"] * (bits_per_nat(run) if unit == BITS else 1.0)
     return np.round(trailing_mean(run.train["consumed_tokens"], losses, window_tokens), 9)
 
@@ -176,7 +176,7 @@ def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> dict[str, 
 
 
 def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
-    """Lowest smoothed loss that all comparable runs reach, rounded up (NaN if unknown), and its unit."""
+    """Lowest smoothed loss that all comparable runs reach (rounded up, or NaN if unknown), and its unit."""
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
         return float("nan"), None
@@ -185,7 +185,7 @@ def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """Rounds `loss` upward, to four decimal places, so that a run that reached it also reached the result."""
+    """Rounds `loss` up to four decimal places, so that a run that reached `loss` also reached the result."""
     if not np.isfinite(loss):
         return loss
     # 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
@@ -226,7 +226,7 @@ def seed_groups(runs: Sequence[RunRecords]) -> list[Group]:
 
 
 def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """Mean curve over the runs' common range of tokens; None if there is no curve or no such range."""
+    """Mean of the runs' curves where their token ranges overlap; None without a curve or an overlap."""
     curves = [found for run in group.runs if (found := run_curve(run, what, unit, window_tokens))]
     if len(curves) < 2:
         return curves[0] if curves else None
@@ -321,8 +321,8 @@ def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]
     """Settings in which runs differ: the name of each, and its value in every run as text.
 
     `(unknown)` stands for a setting that the run does not have, `–` for an MoE setting of a dense run. If
-    there are both dense and MoE runs, an MoE setting is listed if any MoE run changes it from its default;
-    NUM_EXPERTS, TOPK and MOE_TYPE are always listed.
+    runs of both kinds are compared, the list includes each MoE setting that an MoE run changes from its
+    default, and always NUM_EXPERTS, TOPK and MOE_TYPE.
     """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):

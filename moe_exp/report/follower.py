@@ -1,4 +1,5 @@
-"""Follows a run's metrics.jsonl; the file may be missing at first, still grow, or be truncated by a resume.
+"""Follows a run's metrics.jsonl. The file may be missing at first and may still grow, and a resume may
+truncate it.
 
 Each poll reads only appended lines, so that files with 100,000 lines stay cheap.
 """
@@ -24,7 +25,7 @@ _TAIL_BYTES = 8192  # a whole record of a small model: the ends of different rec
 
 
 class WorstLayer(NamedTuple):
-    """One MoE layer of a train record. `layer` starts at 1, `dropped` is a fraction. None: not measured."""
+    """One MoE layer of a train record. `layer` starts at 1. `dropped` is a fraction. None: not measured."""
 
     layer: int
     max_over_mean: float | None
@@ -36,7 +37,7 @@ class WorstLayer(NamedTuple):
 
 @dataclass
 class Watched:
-    """State of a run according to its records. Losses are in nats per token, None if not finite."""
+    """State of a run according to its records. Losses are in nats per token; None means not finite."""
 
     num_train: int = 0
     # (iteration, loss)
@@ -148,7 +149,7 @@ class Follower:
         return self._content(self.folder.config)
 
     def _content(self, path: Path) -> dict[str, Any]:
-        """Content of a file, which is read again only after it changed; empty if missing or unreadable."""
+        """Content of a file, read again only after a change. Empty if the file is missing or unreadable."""
         try:
             changed = path.stat().st_mtime_ns
             if path not in self._read or self._read[path][0] != changed:
@@ -159,7 +160,7 @@ class Follower:
         return self._read[path][1]
 
     def age_seconds(self) -> float | None:
-        """Time since the file was last written, clipped at 0 as clocks may differ; None without a file."""
+        """Time since the file was last written; None without a file. Clipped at 0: clocks may differ."""
         return None if self.modified is None else max(0.0, time.time() - self.modified)
 
     def status(self) -> str | None:
@@ -182,7 +183,7 @@ class Follower:
         return None
 
     def is_late(self) -> bool:
-        """Whether an unfinished run has written nothing for 10 times its usual interval and at least 10 s."""
+        """Whether an unfinished run has written nothing for 10 s and for 10 times its usual interval."""
         age, usual = self.age_seconds(), self.watched.usual_interval_seconds
         if age is None or usual is None or self.status():
             return False

@@ -19,7 +19,7 @@ AXES: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Mean, lowest and highest loss of a group's runs; runs without this loss are in `left_out` instead."""
+    """Mean, lowest and highest loss of a group's runs. `left_out`: runs of the group without this loss."""
 
     group: Group
     loss: float
@@ -89,7 +89,7 @@ def amount_text(axis: Axis, amount: float) -> str:
 
 
 def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
-    """Describes which run is better at equal tokens and by how much, or, if there is only one run, its loss.
+    """Names the better run at equal tokens and its lead; for a single run, states its loss.
 
     Returns:
         The headline (one sentence), and sentences about seeds and excluded runs (may be empty).
@@ -149,7 +149,7 @@ RANKING_RULE = (
 
 
 def other_winners(runs: Sequence[RunRecords]) -> Iterator[str]:
-    """Sentences for equal FLOPs and equal time; each is omitted if its winner also wins at equal tokens."""
+    """Yields a sentence for each winner at equal FLOPs or time that is not the winner at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return
     # without tokens, which the headline already covers
@@ -162,7 +162,7 @@ def other_winners(runs: Sequence[RunRecords]) -> Iterator[str]:
 
 
 def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
-    """Compares each MoE model with each dense model or, if all models are of one kind, with the baseline."""
+    """Compares each MoE model with each dense model; models of a single kind, with the baseline."""
     groups = comparison.seed_groups(runs)
     dense = [group for group in groups if group.runs[0].kind == "dense"]
     if found := [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]:

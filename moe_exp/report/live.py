@@ -36,7 +36,7 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
     """Shows runs until all have ended. Waits for runs that do not exist yet. Ctrl-C raises KeyboardInterrupt.
 
     Args:
-        paths: run folders or their metrics.jsonl (ConfigError for other paths); duplicates are shown once.
+        paths: run folders or their metrics.jsonl. Duplicates are shown once. Other paths raise ConfigError.
         once: print the state once and return; always true if `console` is not a terminal.
         seconds: polling interval.
     """
@@ -277,7 +277,7 @@ def _printable(text: str) -> str:
 
 
 def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
-    """Means of up to `num_buckets` groups of adjacent values, ignoring None; None if a group has no value."""
+    """Means of up to `num_buckets` groups of adjacent values. The mean of a group of only None is None."""
     count = min(num_buckets, len(values))
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
     groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))

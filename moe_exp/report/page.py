@@ -56,7 +56,7 @@ def write_report(
         Warnings about the comparison, one sentence each.
 
     Raises:
-        ConfigError: a path is not a run folder, or `out` cannot be written; raised before any work.
+        ConfigError: if a path is not a run folder, or `out` cannot be written. Checked before any work.
     """
     raise_for([*(check_out(out) if out else ()), *run_problems(paths)])
     runs = read_runs(paths)
@@ -102,7 +102,7 @@ def title_of(runs: Sequence[RunRecords]) -> str:
 def report_html(
     runs: Sequence[RunRecords], *, title: str = "", loss: float | None = None, notes: str = ""
 ) -> str:
-    """Renders the report as HTML with less than MOST_BYTES; ValueError if its tables alone are larger."""
+    """Renders the report as HTML under MOST_BYTES. Raises ValueError if the tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
     cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
     speed = parts.charts_html(_TRAINING_CHARTS) + parts.spikes_html(runs)
@@ -149,7 +149,7 @@ def report_html(
 
 
 def page_data(runs: Sequence[RunRecords], detail: float = 1.0) -> dict[str, Any]:
-    """JSON data for the page's script; `detail` scales its number of points."""
+    """JSON data for the page's script; a smaller `detail` means fewer points."""
     # limits that keep the page far below 5 MB
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
     window, unit = window_of(runs), comparison.loss_unit(runs) or NATS
@@ -214,7 +214,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:
-    """Indices at which `values` reach a new minimum, thinned evenly to `most` if there are more."""
+    """Indices at which `values` reach a new minimum. More than `most` indices are thinned evenly."""
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
     indices = np.flatnonzero(lowest < np.concatenate([[np.inf], lowest[:-1]]))
     if len(indices) > most:
@@ -229,7 +229,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Per bucket: mean, minimum and maximum of the finite values (NaN if none); number of other values."""
+    """Mean, minimum and maximum of each bucket's finite values (NaN if none); number of other values."""
     index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))
@@ -239,7 +239,7 @@ def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Fl
 
 
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
-    """Bucket means, indices of buckets with non-finite values and, if `with_range`, minima and maxima."""
+    """Each bucket's mean, and the buckets with non-finite values. `with_range` adds minima and maxima."""
     if not np.isfinite(values).any():
         return None
     mean, low, high, num_missing = bucketed(values, starts)
@@ -252,7 +252,7 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
 
 
 def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
-    """Expert load over time, uint16 [columns, layers, experts] (LOAD_SCALE: fair share); curves per layer."""
+    """Curves per layer and each expert's load, uint16 [columns, layers, experts]; LOAD_SCALE = fair share."""
     if not run.load.layers:
         return None
     num_columns = int(min(run_data.NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))
@@ -309,7 +309,7 @@ def report_markdown(
 
 
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Lines of a Markdown table whose first column is left-aligned and other columns right-aligned."""
+    """Lines of a Markdown table; the first column is left-aligned, all other columns are right-aligned."""
     cells = [head, *([name, *values] for name, values in rows)]
     lines = [f"| {' | '.join(map(plain, one))} |" for one in cells]
     return [lines[0], "|---|" + "---:|" * (len(head) - 1), *lines[1:]]

@@ -70,7 +70,7 @@ def row_html(name: str, values: Sequence[str], css: str = "") -> str:
 
 
 def run_name(run: RunRecords, index: int) -> str:
-    """Run name with its color; truncated to six lines, with the full name on hover."""
+    """A run's name with its color; the page shows at most six lines, and the full name on hover."""
     # page.css has eight colors
     name, swatch = escape(run.name), f'<i class="swatch" style="--c:var(--run-{index % 8})"></i>'
     return f'<span class="run" title="{name}">{swatch}{name}</span>'
@@ -194,8 +194,8 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
 def cost_html(
     views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
 ) -> str:
-    """Each run's cost to reach `loss` (if `is_common`, the lowest loss that all runs reach). The page's
-    script can change `loss`.
+    """Table of each run's cost to reach `loss`, which the page's script can change. If `is_common`, `loss`
+    is the lowest loss that all runs reach.
     """
     if unit is None:
         note = "The tokenizers differ and bits per byte are not known, so losses cannot be compared."
@@ -250,7 +250,7 @@ _EXPERT_CHARTS = (
 
 
 def experts_html(runs: Sequence[RunRecords]) -> str:
-    """Frame for the heatmaps and expert curves; also one table per run, of its layers."""
+    """Frame for the heatmaps and expert curves, and for each run a table with one row per layer."""
     with_experts = [run for run in runs if run.load.layers]
     if not with_experts:
         return '<p class="note">No run has records of expert load.</p>'
@@ -341,7 +341,7 @@ def events_html(runs: Sequence[RunRecords]) -> str:
 
 
 def ranks_html(runs: Sequence[RunRecords]) -> str:
-    """One row per rank with its latest milliseconds per iteration by phase; empty if there are no times."""
+    """Tables of each rank's latest time in each phase (ms per iteration); empty if there are no times."""
     tables = ""
     for run in (run for run in runs if run.ranks):
         rows = []
@@ -353,7 +353,7 @@ def ranks_html(runs: Sequence[RunRecords]) -> str:
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events, order kept. Drops checkpoints first, faults last; of a kind, oldest first."""
+    """At most `most` events, in order. Drops checkpoints first, faults last; in a kind, the oldest first."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         # False comes before True

@@ -1,7 +1,7 @@
 """Reads a run folder for the report: settings, curves, events, and expert load over time.
 
-Accepts incomplete files and any version: all keys are optional, and an incomplete last line is skipped. Files
-are read once, without keeping the records in memory.
+Accepts incomplete files and files of any version: all keys are optional, and an incomplete last line is
+skipped. Files are read once, without keeping the records in memory.
 """
 
 import math
@@ -48,7 +48,7 @@ _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, "consumed_samples"), (*AXES, *
 
 
 class LoadHistory:
-    """Sums each layer's expert loads per time column; all columns have about the same number of records."""
+    """Sums each layer's expert loads in time columns; each column covers about the same number of records."""
 
     def __init__(self, num_records: int):
         self._num_records = max(num_records, 1)
@@ -60,7 +60,7 @@ class LoadHistory:
         self.layers: list[int] = []  # empty without expert records
 
     def add(self, iteration: float, experts: list[Mapping[str, Any]]) -> None:
-        """Adds one record's `experts`; call `finish` after the last one."""
+        """Adds one record's `experts`; call `finish` after the last record."""
         # a running job may have written records since they were counted: the last column gets them
         column = min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1)
         self._waiting.append((column, iteration, experts))
@@ -69,7 +69,7 @@ class LoadHistory:
             self.finish()
 
     def finish(self) -> None:
-        """Sums all records added since the last call in one step, because each numpy call has overhead."""
+        """Sums the records added since the last `finish`, all at once because numpy calls have overhead."""
         waiting, self._waiting = self._waiting, []
         if waiting and not self._count(waiting):
             for one in waiting:  # their shapes differ
@@ -77,7 +77,7 @@ class LoadHistory:
                     self._means.append(np.full((1, len(LAYER_KEYS)), np.nan))
 
     def _count(self, records: Sequence[tuple[int, float, list[Mapping[str, Any]]]]) -> bool:
-        """Adds `records`; if any differs in shape from the first one added, adds none and returns False."""
+        """Adds `records`; adds nothing and returns False if a shape differs from the first record's shape."""
         try:
             of_records = [experts for _, _, experts in records]
             layers = [[layer["layer"] for layer in experts] for experts in of_records]
@@ -117,7 +117,7 @@ class LoadHistory:
         return True
 
     def record_means(self) -> dict[str, Floats]:
-        """For each of LAYER_KEYS, the mean over layers per record (`max_over_mean`: maximum over layers)."""
+        """Each record's mean over layers, by key in LAYER_KEYS (`max_over_mean`: maximum over layers)."""
         table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
         return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
 
@@ -129,9 +129,9 @@ class LoadHistory:
         """The load history merged into at most `most` columns, oldest first.
 
         Returns:
-            For C columns, L layers, E experts: first and last iteration [C, 2]; load [C, L, E] relative to
-            the fair share tokens*k/E; for each of LAYER_KEYS, the mean [C, L] over a column's records
-            (NaN if no record has a value).
+            For C columns, L layers and E experts: each column's first and last iteration [C, 2]; the load
+            [C, L, E] relative to the fair share tokens*k/E; a dict from each of LAYER_KEYS to its means
+            [C, L] over each column's records (NaN if no record has a value).
         """
         used = np.flatnonzero(np.isfinite(self._bounds[:, 0]))
         parts = np.array_split(used, min(most, len(used)))
@@ -151,7 +151,7 @@ def _mean(sums: Floats, counts: Floats) -> Floats:
 
 @dataclass
 class RunRecords:
-    """Contents of a run folder. Curves are arrays [num_records] by key."""
+    """Contents of a run folder. Each curve is an array [num_records], stored by key."""
 
     name: str  # unique among the runs of a report
     path: Path
@@ -207,7 +207,7 @@ def latest(values: Floats) -> float:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values > SPIKE_FACTOR * median of the SPIKE_WINDOW values before (>= 10 of them finite)."""
+    """Indices of values > SPIKE_FACTOR * median of the SPIKE_WINDOW preceding values (>= 10 finite)."""
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found
@@ -256,7 +256,7 @@ def run_problems(paths: Sequence[Path]) -> list[str]:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Unique names of run folders. Repeated names are extended by parent folder and, if needed, a number."""
+    """Unique names of run folders. A repeated name gets the parent folder's name and, if needed, a number."""
     folders = [path.resolve() for path in paths]
     plain = [folder.name for folder in folders]
     names = [one.name if plain.count(one.name) < 2 else f"{one.parent.name}/{one.name}" for one in folders]

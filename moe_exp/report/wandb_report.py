@@ -47,7 +47,7 @@ _LOGIN = "run `wandb login`, or set WANDB_API_KEY"
 
 @dataclass(frozen=True)
 class MirroredRun:
-    """A run that is logged to wandb as `wandb_id`; `kind` is `dense` or the MOE_TYPE."""
+    """A run in wandb; `wandb_id` is its ID there, and `kind` is `dense` or its MOE_TYPE."""
 
     wandb_id: str
     kind: str
@@ -61,7 +61,7 @@ class MirroredRun:
 def wandb_report(
     paths: Sequence[Path], *, project: str, entity: str | None = None, title: str = "Dense against MoE"
 ) -> str:
-    """Creates a report on the runs in `paths` in a wandb project; returns the URL of the report.
+    """Creates a wandb report on the runs in `paths`; returns the URL of the report.
 
     Args:
         project: wandb project of the runs and the report.
@@ -102,7 +102,7 @@ def wandb_report(
 
 
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
-    """Reads the runs (each metrics.jsonl once); ConfigError if a run is not in `project`."""
+    """Reads each run once, even if `paths` repeats it; raises ConfigError if a run is not in `project`."""
     folders = [RunFolder(path.parent if path.name == "metrics.jsonl" else path) for path in paths]
     problems = [] if folders else [problem("run", "", "at least one is required", "specify run folders")]
     for folder in folders:
@@ -201,7 +201,7 @@ def build_report(runs: Sequence[MirroredRun], *, project: str, entity: str, titl
 
 
 def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, columns: int) -> Any:
-    """Panels side by side; readers can show or hide the dense runs and the MoE runs (two run sets)."""
+    """Grid of panels; dense and MoE runs are separate run sets, which readers can show or hide."""
     from wandb_workspaces import expr
 
     width = _MOST_COLUMNS // columns

@@ -1,4 +1,4 @@
-"""Draws loss curves of one run (PNG) or several runs (figure), with marks for stages and resumes."""
+"""Draws loss curves with marks for stages and resumes: one run as a PNG, several runs as a Figure."""
 
 import io
 import math
@@ -26,7 +26,7 @@ _LONGEST_NAME = 48
 
 @dataclass(frozen=True)
 class Mark:
-    """A mark between two iterations: a stage of DATA_STAGES, or a resume with or without changed settings."""
+    """A mark between two iterations: a new stage of DATA_STAGES, a resume, or a resume with new settings."""
 
     kind: Literal["stage", "settings", "resume"]
     after: int  # the last iteration before it
@@ -66,7 +66,7 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
 
 
 def draw_loss_curve(records: Records, path: Path, title: str) -> None:
-    """Plots losses, learning rate and marks against iterations (PNG); ValueError if there are no losses."""
+    """Saves a PNG of losses, learning rate and marks over iterations. ValueError if there are no losses."""
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
         rule = "no train record has a loss"
@@ -135,7 +135,7 @@ def _draw_losses(axes: Any, train: Records, valid: Records) -> list[Any]:
 
 
 def _draw_marks(axes: Any, marks: Iterable[tuple[Mark, float]], color: str) -> None:
-    """Draws vertical lines: dashed with label for stages and changed settings, dotted for other resumes."""
+    """Draws a vertical line per mark: dotted for a resume with unchanged settings, dashed for other marks."""
     low, high = axes.get_xlim()
     known = {(mark, round(x, 6)): None for mark, x in marks if low <= x <= high}  # seeds may share marks
     for mark, x in list(known)[-_MOST_MARKS:]:
@@ -183,15 +183,15 @@ _PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float | None]], ...
 def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> Any:
     """Draws panels for losses, throughput and expert balance, with one line per run.
 
-    Several seeds are drawn as their mean with a band from lowest to highest, up to the last point that all
-    seeds have reached. Loss panels have the marks of `marks_of`.
+    For several seeds, the line is their mean, and a band shows the lowest and highest values. Mean and band
+    end at the last point that all seeds have reached. Loss panels have the marks of `marks_of`.
 
     Args:
-        runs: maps each name to a list that has the records of each seed.
+        runs: maps a run's name to a list with one item per seed: the records of this seed.
         x: record key for the horizontal axis.
 
     Returns:
-        A matplotlib Figure that notebooks display. Empty panels are omitted; ValueError if all are empty.
+        A matplotlib Figure that notebooks display, without empty panels. ValueError if all panels are empty.
     """
     curves = {
         title: {name: [_curve(one, kind, x, value) for one in seeds] for name, seeds in runs.items()}
@@ -259,7 +259,7 @@ def _curve(records: Records, kind: str, x: str, value: Callable[[Mapping[str, An
 
 
 def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Indices of runs, grouped by all settings that affect training except SEED."""
+    """Groups run indices; within a group, only SEED and settings that do not affect training may differ."""
     found: dict[object, list[int]] = {}
     for index, values in enumerate(settings):
         names = (name for name in values if name not in TRAITS or TRAITS[name].compared)
@@ -269,7 +269,7 @@ def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Names runs by differences such as `dense` and `dmoe, TOPK=2`; if these are unclear, returns `names`."""
+    """Names each run by what differs, such as `dmoe, TOPK=2`; returns `names` if these names are unclear."""
 
     def value(of: Mapping[str, Any], name: str) -> str:
         return as_given(of.get(name, Config.model_fields[name].default))
@@ -294,6 +294,6 @@ def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[s
 
 
 def shared_points(xs: Sequence[Floats]) -> Floats:
-    """Sorted points of all curves within the range that every curve covers."""
+    """Points of all curves, sorted and limited to the range that every curve covers."""
     points = np.unique(np.concatenate(xs))
     return points[(max(x[0] for x in xs) <= points) & (points <= min(x[-1] for x in xs))]

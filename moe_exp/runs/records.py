@@ -1,10 +1,11 @@
-"""Records of metrics.jsonl: content, reading and appending. No torch.
+"""Records of metrics.jsonl: content, reading and appending. Does not import torch.
 
 Every record is a dict with `kind` and `iteration`:
 
     train  keys of TRAIN_KEYS, every LOG_INTERVAL iterations
     valid  keys of VALID_KEYS, every EVAL_INTERVAL iterations
-    event  event, time (ISO 8601), details (see EVENTS); written by rank 0, or the launcher if ranks died
+    event  `event` (the name), `time` (ISO 8601) and the details listed in EVENTS; written by rank 0, or by
+           the launcher if ranks died
 
 Values that were not measured are null. NaN and infinity are also null, because JSON has neither.
 """
@@ -133,7 +134,7 @@ def event_record(name: str, iteration: int, /, **details: Any) -> Record:
 
 
 def append(path: Path, *records: Record) -> None:
-    """Appends all records to a metrics.jsonl; after an OSError, e.g. on a full disk, none is appended."""
+    """Appends records to a metrics.jsonl. If writing fails, appends none of them and raises OSError."""
     left = "".join(json.dumps(json_value(record), allow_nan=False) + "\n" for record in records).encode()
     # Reopened each time, because network file systems show a record to other nodes only after a close.
     with path.open("ab+", buffering=0) as file:
@@ -154,12 +155,12 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def iter_metrics(path: Path) -> Iterator[Record]:
-    """Like `read_metrics`, but an iterator that uses `fast_record`: a long run's file can be gigabytes."""
+    """Like `read_metrics`, but yields records one by one, because the file of a long run is large."""
     return _records(path, fast_record)
 
 
 def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
-    """Records in the last `num_bytes` of a metrics.jsonl, because the file of a long run is large."""
+    """Records in the last `num_bytes` of a metrics.jsonl. Does not read the rest, which can be large."""
     with regular(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - num_bytes))
@@ -169,7 +170,8 @@ def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
 
 
 def parsed_record(line: str | bytes) -> Record | None:
-    """Record parsed from a line (NaN allowed); None if invalid. Integers of over 40 digits become None."""
+    """Record on a line, or None if the line is invalid. Integers of more than 40 digits become None."""
+    # json.loads accepts NaN, unlike orjson.
     try:
         record = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) <= 40 else None)
     except (ValueError, RecursionError):
@@ -187,7 +189,7 @@ def fast_record(line: bytes) -> Record | None:
 
 
 def time_of(event: Record) -> float | None:
-    """Time of an event in seconds since the epoch; None if missing."""
+    """Time of an event in seconds since the epoch; None if the event has no valid time."""
     try:
         return datetime.fromisoformat(event["time"]).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -206,7 +208,7 @@ def _records(path: Path, parse: Callable[[bytes], Record | None]) -> Iterator[Re
 
 
 def newest_records(path: Path) -> list[Record]:
-    """Records starting with the last train record that has `training_seconds`; all records if none has it."""
+    """Records from the last train record with `training_seconds` on. Without such a record: all records."""
     found = []
     for _, line in _backwards(path):
         if line.endswith(b"\n") and (record := parsed_record(line)) is not None:

@@ -5,7 +5,7 @@
     train.log          output of rank 0, and warnings of every rank
     metrics.jsonl      one record per line, see runs/records.py
     checkpoints/       iter_0001000, ...
-    dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
+    dumps/             iter_0000010/rank_00000.safetensors, ... if DUMP_ITERS is set
     skipped_samples.json    samples skipped by rollbacks, see training/loss_guard.py
     bad_steps/         checkpoints saved after MAX_BAD_STEPS bad steps; no run resumes from them
     set_aside/         checkpoints newer than the checkpoint that a rollback returned to
@@ -13,7 +13,7 @@
     profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
     summary.json       result of the latest start
     ranks.json         phase times of every rank, from the last minute (watch/slow_ranks.py)
-    slurm/             from `moe-exp slurm`: sbatch files, logs, and `submitted`, the ids of all jobs
+    slurm/             sbatch files and logs of `moe-exp slurm`; `submitted` lists the ids of all jobs
     .rendezvous_key    with several nodes: prefix of the keys in torch's stores; only the owner can read it
     EXIT               created by the user to make the run save and end
 
@@ -91,7 +91,7 @@ class RunFolder:
 
 
 def iterations(checkpoints: Path) -> list[int]:
-    """Iterations of all iter_ folders in ascending order; their checkpoints may be damaged."""
+    """Iterations of all iter_ folders in ascending order, including folders with damaged checkpoints."""
     if not checkpoints.is_dir():
         return []
     found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in checkpoints.iterdir() if path.is_dir())
@@ -99,7 +99,7 @@ def iterations(checkpoints: Path) -> list[int]:
 
 
 def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
-    """Rollbacks of a run, oldest first; ConfigError if skipped_samples.json is damaged."""
+    """Returns a run's rollbacks, oldest first; raises ConfigError if skipped_samples.json is damaged."""
     path = folder.skipped_samples
     try:
         return list(read_json(path)["rollbacks"])
@@ -113,14 +113,14 @@ def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
 def open_run_folder(
     config: Config, argv: Sequence[str] | None = None, *, resumed_from: int | None = None
 ) -> RunFolder:
-    """Creates or reopens the run folder; called by rank 0 only. ConfigError if it cannot be written.
+    """Creates or reopens the run folder; called by rank 0 only. Raises ConfigError if it cannot be written.
 
     Args:
         config: settings of this start, written to config.yaml; provenance.json records the changes since
             the previous start.
         argv: command line to record (default: sys.argv).
-        resumed_from: iteration of this run's checkpoint that training resumes from, or None. If not
-            None, changed settings that affect training are logged and recorded as an event.
+        resumed_from: iteration of this run's checkpoint that training resumes from, or None. At a
+            resume, changed settings that affect training are logged and recorded as an event.
     """
     folder = RunFolder.of(config)
     try:
@@ -148,7 +148,7 @@ def open_run_folder(
 
 
 def hold_run_folder(config: Config) -> None:
-    """Locks the run folder until this process ends; called by rank 0 only. ConfigError if it is locked."""
+    """Locks the run folder until the process ends (rank 0 only). ConfigError if another run has locked it."""
     # two runs in one folder would delete each other's records and checkpoints
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ def _held_problem(config: Config) -> list[str]:
 
 
 def lock_problems(config: Config) -> list[str]:
-    """Returns errors if another run holds the run folder's lock. Only the first node checks."""
+    """Returns an error if another run has locked the run folder. Only the first node checks this."""
     # the nodes of a run would take each other for another run
     lock = RunFolder.of(config).lock
     if config.node_rank or not lock.exists() or not os.access(lock, os.W_OK):
@@ -192,7 +192,7 @@ def lock_problems(config: Config) -> list[str]:
 
 
 def _changed_settings(folder: RunFolder, config: Config) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Settings of the previous start, and a dict of the changed settings with values [before, now]."""
+    """Settings of the previous start, and {name: [before, now]} of the changed settings."""
     before: dict[str, Any] = {}
     with suppress(ValueError):  # config.yaml is missing or unreadable
         before = recorded_settings(folder.config)
@@ -250,7 +250,7 @@ _UNREPORTED = (
 
 
 def changes_of_resume(config: Config) -> list[str]:
-    """At a resume, the changed settings that affect training, such as `LR 0.001 -> 0.003`."""
+    """Changed settings that affect training, such as `LR 0.001 -> 0.003`; [] if there is no checkpoint."""
     folder = RunFolder.of(config)
     if not _exists(folder.checkpoints / LATEST):
         return []  # nothing to resume from
@@ -317,7 +317,7 @@ def existing_place(path: Path) -> Path:
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:
-    """Compares `config` with the latest start's settings; a checkpoint's settings are compared on loading."""
+    """Compares `config` with the latest start's settings. Loading a checkpoint also compares its settings."""
     if not _exists(folder.config):
         return []
     try:

@@ -35,7 +35,7 @@ class Caller:
     problems: Callable[[Config], Iterable[str]] = Config.problems  # of a suggested run's settings
 
     def command_with(self, **changes: Any) -> str:
-        """The command with `changes`, each in the environment if the user set it there, else as a flag."""
+        """The command with `changes` as flags; a setting from the environment is changed there."""
         settings = dict(self.environ)
         flags = []
         for name, value in changes.items():
@@ -82,7 +82,7 @@ def finish_run(
 
 
 def split_experts(records: Iterable[Record]) -> tuple[list[Record], dict[str, Any] | None]:
-    """Returns the records without key `experts` (gigabytes in a long run), and the experts' load balance."""
+    """Returns (records without `experts`, load balance); `experts` would take gigabytes in a long run."""
     kept: list[Record] = []
     last: Records = ()  # layers of the last train record
     slots: dict[tuple[int, int], Floats] = {}  # sums over all train records, by (layer, E)
@@ -153,7 +153,7 @@ def summarize(
 
 
 def _latest_start(records: Records) -> Records:
-    """Records since the last `start` or `resume` event; without one, all train and valid records."""
+    """Records since the last `start` or `resume` event; without such events, all train and valid records."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
@@ -273,7 +273,7 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
 
 
 def _other_runs(config: Config, caller: Caller) -> Iterator[str]:
-    """Commands derived from the user's command, for runs to compare with this run."""
+    """Variants of the user's command that start runs to compare with this run."""
     if config.nnodes > 1 or "--resume" in caller.command:
         return
     others: list[tuple[str, str, dict[str, Any]]] = []

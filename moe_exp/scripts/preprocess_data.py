@@ -1,4 +1,5 @@
-"""Tokenizes JSONL files into Megatron's .bin/.idx, with the flags of Megatron's tools/preprocess_data.py.
+"""Tokenizes JSONL files into Megatron's .bin and .idx files. The flags are those of Megatron's
+tools/preprocess_data.py. This command
 
     python moe_exp/scripts/preprocess_data.py --input X.jsonl \
         --output-prefix data/processed/llama3_fineweb_train \

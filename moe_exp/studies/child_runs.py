@@ -1,4 +1,4 @@
-"""Starts a study's runs, one `moe-exp train` per case, locally or as SLURM jobs, and explains failures.
+"""Runs `moe-exp train` for each case of a study, locally or as a SLURM job, and explains failures.
 
 SLURM jobs keep running when the command ends; repeat the command to collect their results. No torch.
 """
@@ -74,8 +74,8 @@ def given_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str], nodes: Nodes | None = None
 ) -> dict[str, Any]:
     """Returns the settings in `environ` and `flags`, with VOCAB_SIZE from the data. Adds the PRESET for this
-    machine or, if `nodes` is given, all defaults for the devices of these nodes. ConfigError for invalid
-    values.
+    machine. If `nodes` is given, adds all defaults for the devices of these nodes instead. Raises ConfigError
+    for invalid values.
     """
     given = given_values(flags, environ)
     given = fixed_for(nodes, given) if nodes else given
@@ -95,7 +95,7 @@ def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
 
 @contextmanager
 def held(folder: Path, name: str, what: str) -> Iterator[None]:
-    """Creates `folder` and locks it in the `with` block; ValueError about the setting `name` if locked."""
+    """Creates and locks `folder` in a `with` block; if already locked, ValueError about setting `name`."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
@@ -107,7 +107,7 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> Iterator[None]:
-    """Like `held`, but also turns SIGTERM and SIGHUP into KeyboardInterrupt and prints how to resume."""
+    """Like `held`. Turns SIGTERM and SIGHUP into KeyboardInterrupt. An interrupt prints how to resume."""
     handled = signals_handled(signal.default_int_handler, signals=(signal.SIGTERM, signal.SIGHUP))
     with held(folder, name, what), handled:
         try:
@@ -136,8 +136,8 @@ def run_to_end(
 ) -> int | None:  # fmt: skip
     """Runs a launcher, appends its output to `log`, and returns its exit code, or None on a timeout.
 
-    A timeout or an exception such as Ctrl-C kills the run. If `saving`, the run can save a checkpoint first,
-    unless a second Ctrl-C kills it immediately.
+    A timeout or an exception such as Ctrl-C kills the run. If `saving` is true, the run first gets time to
+    save a checkpoint; a second Ctrl-C then kills the run immediately.
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -226,8 +226,8 @@ class JobOptions:
 
 
 def run_jobs(cases: Mapping[str, Case], jobs: Path, options: JobOptions) -> Iterator[tuple[Case, int | None]]:
-    """Submits the `cases` (by job name) for which no earlier call submitted a job. Yields each case when its
-    job ends, with the exit code of the launchers, or None if the job has left no exit code.
+    """Submits a job for each of `cases` (key: job name), unless an earlier call submitted it. When a job
+    ends, yields its case and the exit code of its launchers (None if the job has left no exit code).
 
     `jobs`: folder of NAME.sh (script), NAME.id (job id) and NAME.code (exit code). Raises ValueError if
     sbatch is missing or fails.
@@ -347,13 +347,13 @@ def _by_rank(lines: Sequence[str]) -> list[str]:
 
 
 def _root_cause(lines: Sequence[str]) -> Sequence[str]:
-    """Returns torchrun's report on the first rank that failed; torchrun itself terminates other ranks."""
+    """Returns torchrun's report on the first rank that failed (torchrun then terminates the other ranks)."""
     head = "Root Cause (first observed failure)"
     return lines[next((number for number, line in enumerate(lines) if line.startswith(head)), 0) :]
 
 
 def _most_useful(lines: Sequence[str]) -> str:
-    """Returns the first found of: rank error, fatal signal, last line by moe-exp, last error, last line."""
+    """Returns the first that exists: rank error, fatal signal, moe-exp's last line, last error, last line."""
     signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
     of_ours = re.compile(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )")
     ours = [line for line in lines if of_ours.match(line)]

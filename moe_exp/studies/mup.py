@@ -1,4 +1,4 @@
-"""Scaled models for `moe-exp mup`: growth of their outputs with size, and their best learning rates.
+"""Models of several sizes for `moe-exp mup`: growth of outputs with size, and best learning rates.
 Does not import torch: the caller passes the training function.
 """
 
@@ -27,9 +27,9 @@ _WITH_WIDTH = (
 
 
 def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int = 1) -> Config:
-    """Returns `base` with HIDDEN_SIZE=`width`, proportional heads and MLP widths, and `num_experts` experts
-    (0: as in `base`), each split into `granularity` experts; TOPK is multiplied by `granularity`. ConfigError
-    if impossible.
+    """Returns `base` with HIDDEN_SIZE=`width`; heads and MLP widths change in proportion. `num_experts` is
+    the new number of experts (0: as in `base`). Each of these is then split into `granularity` experts, and
+    TOPK is multiplied by `granularity`. Raises ConfigError if the resized model is invalid.
     """
     ratio = Fraction(width, base.hidden_size)
     sizes = {name: getattr(base, name) * ratio for name in _WITH_WIDTH}
@@ -54,7 +54,7 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
 def models_of_axes(
     base: Config, widths: Sequence[int], experts: Sequence[int], parts: Sequence[int]
 ) -> dict[str, dict[int, Config]]:
-    """Returns the models by axis (such as width), then by size; ConfigError if no axis has two models."""
+    """Maps axes (such as width) to models by size. Raises ConfigError if no axis has two models."""
     if base.world_size > 1:
         rule, fix = "models are trained on one rank", "set GPUS_PER_NODE=1 and NNODES=1"
         raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
@@ -91,8 +91,8 @@ class Growth:
 
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
-    """Returns how the first step's outputs, and their changes until the last step, grow with model size.
-    `measured` has, for each size, one run per seed; a run has (mean output, mean change) by step and module.
+    """Returns how each module's outputs before training and their changes during training grow with size.
+    `measured[size][run][step][module]`: (mean output, mean change); each size has one run per seed.
     """
     sizes, found = np.log2(list(measured)), []
 
@@ -120,7 +120,7 @@ class Optimum:
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
-    """Fits a parabola to `losses`; returns log2 of the best rate, and whether it's the first or last rate."""
+    """Fits a parabola to `losses`; returns log2 of the best rate, and True if it is at an end of `rates`."""
     logs = np.log2(rates)
     place = int(np.argmin(losses))
     if place in (0, len(rates) - 1):
@@ -162,7 +162,7 @@ def losses_of(
     models: Sequence[Config], rates: Sequence[float], repeats: int, folder: Path,
     train: Callable[[Config], float], num_workers: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Trains each model with each rate and seed, and returns losses by run (see `run_key`); inf if diverged.
+    """Trains each model with each rate and seed, and returns losses by `run_key` (inf if diverged).
 
     Calls `train` in worker processes. Skips runs whose losses are in folder/losses.json; ConfigError if that
     file belongs to other models.
@@ -200,7 +200,7 @@ def losses_of(
 def draw_transfer(
     path: Path, title: str, rates: Sequence[float], losses: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
-    """Plots loss against learning rate as PNG: one line per model, with its range over seeds."""
+    """Plots loss against learning rate as PNG: for each model, a line (mean over seeds) in a band (range)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), dpi=130, layout="constrained")

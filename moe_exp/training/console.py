@@ -98,10 +98,10 @@ def validation_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 class _Lines(logging.Formatter):
-    """Prefixes WARNING and above with time, host name, rank and device; optionally prefixes INFO with time.
+    """Puts time, host name, rank and device before warnings and errors; optionally puts the time before INFO.
 
-    INFO records with the attribute `bare` get no prefix. Terminals show the shorter text in a
-    record's attribute `on_terminal`, if any.
+    INFO records with the attribute `bare` get no prefix. If a record has the attribute
+    `on_terminal`, a terminal shows this shorter text.
     """
 
     def __init__(self, rank: int, *, with_time: bool, is_terminal: bool):
@@ -119,7 +119,7 @@ class _Lines(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """Handler of train.log; reports only its first write error: one line on the console, no traceback."""
+    """Handler of train.log. It reports only its first write error, as one line on the console."""
 
     _is_full = False
 
@@ -136,7 +136,7 @@ class _LogFile(logging.FileHandler):
 
 
 def setup_logging(folder: RunFolder, rank: int) -> None:
-    """Logs to the console and to train.log: INFO from rank 0, WARNING and above from every rank."""
+    """Sets up the console and train.log: rank 0 logs INFO and above, all other ranks WARNING and above."""
     end_logging()
     lowest = logging.INFO if rank == 0 else logging.WARNING
     stdout, stderr = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)

@@ -55,7 +55,7 @@ def set_trace(rank: int = 0) -> None:
 
 
 class Debugger(pdb.Pdb):
-    """pdb with `rank` in its prompt; calls `release`, which frees the other ranks, when its rank resumes."""
+    """pdb with `rank` in its prompt. When `rank` resumes, pdb calls `release` to free the other ranks."""
 
     def __init__(self, rank: int, release: Callable[[], None]):
         # nosigint: Ctrl-C keeps its meaning in a run, save and exit.

@@ -1,4 +1,4 @@
-"""Statistics of a log interval. A few reductions at the end of the interval combine them over all ranks."""
+"""Statistics of a log interval. At the interval's end, a few reductions combine all ranks' statistics."""
 
 import gc
 import math
@@ -69,7 +69,7 @@ class Interval:
         self.start = time.monotonic()
 
     def add(self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, flops: int) -> None:
-        """Adds one iteration; `losses`: see `step.Step`."""
+        """Adds one iteration; `step.Step` describes `losses`."""
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
             sums = torch.stack(list(losses)).double()
@@ -99,7 +99,7 @@ class Interval:
         self, progress: Progress, *, learning_rate: float, grad_norm: float | None, num_zeros: float | None,
         loss_scale: float,
     ) -> Any:  # fmt: skip
-        """Returns the train record, the same on every rank, and starts the next interval."""
+        """Returns the train record, which is the same on every rank. Starts the next interval."""
         config = self.config
         (lm_loss_sum, num_counted, *mtp), (norm_squared,), not_finite, peaks, phases, sums = self._reduced()
         seconds = (time.monotonic() - self.start) / self.num_iterations
@@ -144,7 +144,7 @@ class Interval:
         return record
 
     def _reduced(self) -> list[list[float]]:
-        """Losses, squared norm, bad iterations, memory, phases, layer statistics, reduced over all ranks."""
+        """Reduces over all ranks: losses, squared norm, bad iterations, memory, phases, layer statistics."""
         sizes = len(self.config.all_moe_layers), self.row_width if self.config.use_moe else 0
         table = torch.zeros(sizes, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
@@ -163,7 +163,7 @@ class Interval:
         return [part.tolist() for part in vector.cpu().split([len(part) for part in parts])]
 
     def _max_vio(self) -> list[float]:
-        """MaxVio of each layer (0 if dense), mean over the interval's last batches (up to _MOST_BATCHES)."""
+        """Mean MaxVio of each layer over the interval's last batches (up to _MOST_BATCHES); 0 if dense."""
         # The counters only grow, so differences are the loads of single batches. MaxVio needs the load summed
         # over all ranks before the maximum; layers of other pipeline stages contribute zeros.
         sizes = len(self.loads) - 1, len(self.config.all_moe_layers), self.config.num_experts
@@ -205,7 +205,7 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Balancing loss, z-loss and AUX_LOSS_TYPE losses (means over MoE layers), and a record per layer."""
+        """Returns mean losses over MoE layers (balancing, z-loss, AUX_LOSS_TYPE), and a record per layer."""
         config = self.config
         if not config.use_moe:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
@@ -223,7 +223,7 @@ class Interval:
 
 
 def expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
-    """A layer's entry in a train record's `experts`, from `row`, its sums over `num_shares` micro-batches."""
+    """A layer's entry in a record's `experts`; `row` has the layer's sums over `num_shares` micro-batches."""
     counts = row[: config.num_experts]
     sums = dict(zip(statistics_names(config.balancing_losses), row[config.num_experts :], strict=True))
     slots, tokens = max(1, sum(counts)), sums["tokens"]  # ReLU scores may select no expert at all
@@ -284,8 +284,8 @@ class PhaseTimers:
         self._seconds[phase] += seconds
 
     def take(self, *, is_late: bool = False) -> dict[str, float]:
-        """Seconds per phase since the last call; waits for the device. With `is_late`, does not wait: GPU
-        times measured since the last call are returned by the next call.
+        """Waits for the device, then returns the seconds per phase since the last call. With `is_late`, does
+        not wait: the next call returns the GPU times measured since the last call.
         """
         number = self._num_old if is_late else len(self._pairs)
         for phase, begun, ended in self._pairs[:number]:
@@ -309,7 +309,7 @@ _seconds_waited = 0.0  # by this process for other ranks, from the first call of
 
 @cache
 def measure_waits() -> None:
-    """Patches `Work.wait`, in which all gloo calls wait, to add its duration to `_seconds_waited`."""
+    """Makes `Work.wait` add its duration to `_seconds_waited`. All gloo calls wait in `Work.wait`."""
     wait: Any = torch.distributed.Work.wait
 
     def measured(*args: Any, **kwargs: Any) -> Any:
@@ -325,9 +325,9 @@ def measure_waits() -> None:
 class RankTimes:
     """This rank's own seconds in each of RANK_PHASES, exchanged every SLOW_RANK_EVERY iterations.
 
-    Own time excludes waits for other ranks. On a GPU (not measured there yet), the host reads the events
-    around a phase one iteration later, so that it does not wait. Own time on a GPU also includes the
-    collectives of tensor and expert parallelism and of the optimizer; a CUDA graph counts as phase forward.
+    Own time excludes waits for other ranks. On a GPU, own time includes the collectives of tensor and expert
+    parallelism and of the optimizer; a CUDA graph counts as phase forward. The host reads the GPU events of
+    a phase one iteration later, so that the host does not wait (not measured on a GPU yet).
     """
 
     def __init__(self, config: Config, runtime: Runtime, model: Sequence[Any]):
@@ -351,7 +351,7 @@ class RankTimes:
         self._exchanged: Callable[[], list[list[float]]] | None = None
 
     def end(self, iteration: int) -> list[list[float]] | None:
-        """Ends an iteration; when due, exchanges times and CPU loads, which the next call returns."""
+        """Ends an iteration; if due, starts exchanging times and CPU loads. The next call returns them."""
         read, self._exchanged = self._exchanged, None
         waited, self._waited = _seconds_waited - self._waited, _seconds_waited
         self._rows.append([*self.timers.take(is_late=True).values(), waited])

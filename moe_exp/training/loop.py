@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checked_config(flags: Mapping[str, Any]) -> Config:
-    """Settings from `flags` and the environment; ConfigError if they cannot run."""
+    """Settings from `flags` and the environment; raises ConfigError if a run cannot use them."""
     given = given_values(flags, os.environ)
     config = load_config(given, {})
     config, _ = with_vocab_size(config, given, RunFolder.of(config).config)
@@ -208,7 +208,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
 
 
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:
-    """Trains to TRAIN_ITERS or a stop request; returns `finished` or `stopped`, and the exit code."""
+    """Trains until TRAIN_ITERS or a stop request; returns (`finished` or `stopped`, exit code)."""
     config, rank, folder, trained = job.config, job.runtime, job.folder, job.trained
     interval, recorder = Interval(config, rank, trained.model), Recorder(config, rank, folder)
     saves = CheckpointManager(config, rank, folder, job.source, trained, metrics)
@@ -318,7 +318,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records losses of raw and averaged weights; returns the raw loss (nats per token) and seconds taken."""
+    """Records raw and averaged weights' losses; returns raw weights' loss (nats per token) and time (s)."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()
@@ -378,7 +378,7 @@ def _is_multiple(iteration: int, interval: int) -> bool:
 
 
 def train_here(flags: Mapping[str, Any]) -> RunFolder:
-    """For `moe_exp.train`: trains as one rank of a job that another program started. Called by every rank.
+    """Trains as one rank of a job that another program started. `moe_exp.train` calls this on every rank.
 
     Raises:
         ConfigError, SaveError, ReplicaError, GuardEnd: on every rank, if the run cannot start or fails.

@@ -1,7 +1,7 @@
-"""Reacts to bad losses and corrupt computations: ends the run after consecutive bad steps, logs loss spikes
-(and can roll back to a checkpoint before them), and rolls back after silent corruption.
+"""Reacts to bad losses and corrupt computations. Consecutive bad steps end the run. A loss spike is logged,
+and the run can roll back to a checkpoint before the spike. After silent corruption, the run rolls back.
 
-Every rank calls the guard with the same numbers after every iteration, so ranks agree without a collective.
+After every iteration, every rank calls the guard with the same numbers, so no collective is needed to agree.
 """
 
 import itertools
@@ -45,7 +45,7 @@ _LOWEST_LOSS_SCALE = 1.0  # Megatron's minimum; above it, an overflow is normal 
 
 
 class GuardEnd(RuntimeError):
-    """Raised to end all ranks with the error `line` and exit `code`."""
+    """Raised on all ranks to end the run; `line` is the error message, `code` the exit code."""
 
     def __init__(self, line: str, code: int):
         super().__init__(line)
@@ -101,7 +101,7 @@ class LossGuard:
 
     @contextmanager
     def corruption(self, progress: Progress) -> Iterator[None]:
-        """With SDC_CHECK_EVERY, rolls back and restarts the run after a ReplicaError in the `with` block."""
+        """If SDC_CHECK_EVERY is set and the block raises ReplicaError, rolls back and restarts the run."""
         try:
             yield
         except ReplicaError as error:
@@ -111,7 +111,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _before_corruption(self, progress: Progress, error: ReplicaError) -> GuardEnd:
-        """Rolls back to the latest checkpoint no later than the last passed check; may exclude a bad host."""
+        """Rolls back to the newest checkpoint at or before the last passed check; may exclude a bad host."""
         config, folder, hosts = self._config, self._folder, sorted(set(error.hosts.values()))
         self._finish_save()
         names = (one.get("event") for one in iter_metrics(folder.metrics))
@@ -137,7 +137,7 @@ class LossGuard:
         return GuardEnd(f"{line}; the same command resumes from an earlier state", code)
 
     def store_history(self, progress: Progress) -> None:
-        """Stores the loss history in `progress` before a save."""
+        """Copies the loss history into `progress`, so that the next save contains it."""
         if self._detector is not None:
             progress.spike_windows = self._detector.state()
 
@@ -164,7 +164,7 @@ class LossGuard:
 
     @heartbeat.during("checkpoint")
     def _save_apart(self, progress: Progress) -> str:
-        """Saves a checkpoint in bad_steps/, which no run resumes from; returns text for the error line."""
+        """Saves a checkpoint that no run resumes from, in bad_steps/. Returns text for the error line."""
         place = free_place(self._folder.bad_steps, progress.iteration)
         # A writer for this checkpoint alone: retention must not touch the run's own checkpoints.
         config = self._config.model_copy(update={"keep_last": 0, "async_save": False})
@@ -227,7 +227,7 @@ class LossGuard:
         raise GuardEnd(f"{line}; the same command resumes from that iteration", code)
 
     def _stream(self, iterations: Sequence[Step]) -> tuple[Range, ...]:
-        """The samples of these iterations, as ranges of stream numbers (which count skipped samples too)."""
+        """Sample ranges of these iterations in stream numbers, which also count skipped samples."""
         ends = [(done.first_sample, done.first_sample + done.batch_size) for done in iterations]
         return merged(pair for first, end in ends for pair in stream_ranges(first, end, self._skipped))
 
@@ -259,7 +259,7 @@ class LossGuard:
 
 
 def _text(value: float | None) -> str:
-    """Rounds `value` for a log line; records keep all digits."""
+    """Rounds `value` for a log line; metrics.jsonl keeps all digits."""
     return "none" if value is None else f"{value:.5g}"
 
 
@@ -280,7 +280,7 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """Removes from `samples` what earlier rollbacks decided to skip. Called by every rank.
+    """Removes samples that earlier rollbacks decided to skip. All ranks must call this function.
 
     `sample_order`: order of `samples` (`SampleOrder.facts`); `source`: checkpoint to resume from. Raises
     ConfigError if the rollbacks cannot be read.

@@ -33,7 +33,7 @@ _NOT_A_CURVE = (
 
 
 class Metrics(AbstractContextManager["Metrics"]):
-    """Writes a run's records on rank 0 until the caller calls `close`. ConfigError if wandb cannot start."""
+    """Writes a run's records on rank 0 until `close` is called. Raises ConfigError if wandb cannot start."""
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
         self._config = config
@@ -58,7 +58,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         self.event("resume" if start_iteration else "start", start_iteration, **facts)
 
     def train(self, record: Mapping[str, Any]) -> None:
-        """Writes a train record and adds `training_seconds`; `record` has all other TRAIN_KEYS."""
+        """Writes a train record. `record` has all TRAIN_KEYS except `training_seconds`, which is added."""
         self._time.add(record)
         full: Record = {"kind": "train", **record, "training_seconds": self._time.until(record["iteration"])}
         if self._config.z_loss_coeff == 0:
@@ -104,7 +104,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         self.close(failed=error is not None)
 
     def _write(self, record: Record) -> None:
-        """Appends the record; on a full disk, keeps it in memory until a later write succeeds."""
+        """Appends the record. On a full disk, keeps the record in memory until a later write succeeds."""
         self._unwritten.append(record)
         try:
             records.append(self._path, *self._unwritten)
@@ -134,7 +134,7 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 @dataclass
 class TrainingTime:
-    """Wall time of training: number of iterations times their mean time, summed over train records.
+    """Wall time of training, summed over train records (number of iterations * their mean time).
     Iterations repeated after a crash count once, with the time of the repetition.
     """
 
@@ -144,7 +144,7 @@ class TrainingTime:
 
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
-        """Sums the times in metrics.jsonl, where records of old runs may lack `training_seconds`."""
+        """Sums the times of a run's records. Records of old runs may lack `training_seconds`."""
         has_time = any(record.get("kind") == "train" for record in records)
         time = cls((records[0].get("iteration") or 0) if has_time else start_iteration)
         for record in records:

@@ -38,11 +38,12 @@ def read_microbatch(
     `dp_rank` (default: this rank).
 
     Returns:
-        The tensors of `split_batch` and, with filler, `padding_mask` (True for filler): of each, this rank's
-        slice [B, S/C] among C context parallel ranks. Also `num_counted`, the number of counted tokens on all
-        C ranks, and `documents`, None without document masking. In training with MTP_NUM_LAYERS=K, also the
-        tensors of `future_batch`; `num_future` [K], the number of counted tokens per layer; and
-        `future_weight`, MTP_LOSS_COEFF / K, a tensor because a CUDA graph would freeze a Python number.
+        The tensors of `split_batch`, and `padding_mask` (True for filler) if there is filler. Each tensor is
+        this rank's slice [B, S/C] among C context parallel ranks. `num_counted` is the number of counted
+        tokens on all C ranks. `documents` is None without document masking. Training with MTP_NUM_LAYERS=K
+        adds the tensors of `future_batch`; `num_future` [K], the number of counted tokens per layer; and
+        `future_weight`, MTP_LOSS_COEFF / K. The weight is a tensor because a CUDA graph would freeze a
+        Python number.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = config.microbatch_samples(seq_len)
@@ -79,9 +80,9 @@ def run_schedule(
     config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False, graphs: MicrobatchGraphs | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule; with `graphs`, each training micro-batch replays its CUDA graph. On the
-    last pipeline stage, returns each micro-batch's `lm_loss` for the log: [2], or [2 * (1+K)] in training
-    with MTP_NUM_LAYERS=K. Other stages return [].
+    """Runs Megatron's schedule; with `graphs`, each training micro-batch replays its CUDA graph. The last
+    pipeline stage returns each micro-batch's `lm_loss` for the log. Its shape is [2], or [2 * (1+K)] in
+    training with MTP_NUM_LAYERS=K. Other stages return [].
     """
     step = forward_step if graphs is None or forward_only else partial(graphs_step, graphs, len(microbatches))
     # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
@@ -96,7 +97,7 @@ def run_schedule(
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Forward pass of a micro-batch on a stage, for Megatron's schedule; returns output and loss function."""
+    """Forward step for Megatron's schedule: runs a stage's forward pass; returns output and loss function."""
     batch = next(data_iterator)
     names = ("future_tokens", "future_mask", "future_weight")
     future = {name: batch[name] for name in names if name in batch}
@@ -115,9 +116,9 @@ def start_graphs(
     config: Config, runtime: Runtime, model: Sequence[Any], samples: Samples, progress: Progress,
     eod_id: int | None,
 ) -> tuple[MicrobatchGraphs | None, str]:  # fmt: skip
-    """Captures and checks the CUDA graph of the next micro-batch; returns None and the error if a rank fails.
+    """Captures and checks the CUDA graph of the next micro-batch. Called by every rank.
 
-    Called by every rank. With CUDA_GRAPH=on, a failure raises ConfigError instead.
+    If any rank fails, all ranks return None and the error. With CUDA_GRAPH=on, all raise ConfigError.
     """
     graphs, first = build_graphs(model, CudaGraph), progress.consumed_samples
     number, _, _ = next_batch(config, first, samples.stage_at(first).seq_len)
@@ -166,13 +167,13 @@ def build_graphs(model: Sequence[Any], graph: Callable[[], CudaGraph]) -> Microb
 def graphs_step(
     graphs: MicrobatchGraphs, num_microbatches: int, data_iterator: Any, model: Any
 ) -> tuple[Tensor, Any]:
-    """Forward step for Megatron's schedule; also runs the backward pass, so the returned loss is 0."""
+    """Megatron's forward step with CUDA graphs. It also runs the backward pass, so its loss is 0."""
     logged = graphs.run(next(data_iterator), num_microbatches)
     return logged, lambda logged: (torch.zeros_like(logged[0]), {"lm_loss": logged})
 
 
 def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup) -> None:
-    """Sets each `weight` so that fully masked micro-batches do not lower the mean. Called by every rank."""
+    """Sets micro-batches' `weight` so that fully masked ones do not lower the mean. Called by every rank."""
     # Megatron averages over all micro-batches of all data parallel ranks. One that EOD_MASK_LOSS masks
     # completely has loss 0 and would lower the mean.
     num_counting = torch.stack([batch["num_counted"] > 0 for batch in microbatches]).sum()
@@ -184,10 +185,10 @@ def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup)
 def lm_loss(
     loss_mask: Tensor, num_counted: Tensor, losses: Tensor, *, weight: Tensor | float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's share of a micro-batch's mean cross entropy; all context parallel ranks' shares sum to it.
+    """This rank's share of a micro-batch's mean cross entropy.
 
-    Megatron multiplies the loss by the context parallel size C and averages gradients over DP*C ranks, so the
-    C shares are summed.
+    The shares of all C context parallel ranks sum to the mean. Megatron multiplies the loss by C and averages
+    gradients over DP*C ranks, so it sums the C shares.
 
     Args:
         loss_mask: [B, S], 1 for each counted token.
@@ -196,8 +197,8 @@ def lm_loss(
         weight: weight of the micro-batch, see `weigh_microbatches`.
 
     Returns:
-        This rank's share times `weight`, with gradient; and `lm_loss` for the log, [2]: the sum of the cross
-        entropy over this rank's counted tokens, and the number of these tokens.
+        This rank's share times `weight`, with gradient; and `lm_loss` for the log. `lm_loss` [2] is the sum
+        of the cross entropy over this rank's counted tokens, and the number of these tokens.
     """
     total = (losses.float() * loss_mask).sum()
     # An infinite loss may have finite gradients, and the other ranks see only the gradient norm. This makes
@@ -212,7 +213,7 @@ def loss_with_future(batch: Mapping[str, Any], losses: Tensor) -> tuple[Tensor, 
     """`lm_loss` plus MTP_LOSS_COEFF times the mean loss of the K multi-token prediction layers.
 
     `losses`: cross entropy of the main model and of each layer, [1+K, B, S]. The tensor for the
-    log, [2 * (1+K)], has the loss sum and token count of the main model and of each layer.
+    log has a loss sum and a token count for the main model and for each layer, [2 * (1+K)].
     """
     masks = batch["loss_mask"], *batch["future_mask"].unbind(dim=2)
     counts, weight = (batch["num_counted"], *batch["num_future"]), batch.get("weight", 1.0)

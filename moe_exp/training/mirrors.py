@@ -34,7 +34,7 @@ Axes = Mapping[str, float]
 
 
 def axes_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Values of a train or valid record on the AXES of plots; omits axes that the record has no value for."""
+    """Position of a train or valid record on the AXES of plots; axes without a value are omitted."""
     found = {axis: record.get(key) for axis, key in AXES.items()}
     return {axis: value for axis, value in found.items() if value is not None}
 
@@ -86,7 +86,7 @@ class _TensorBoard:
 
 
 def tensorboard_name(name: str) -> str:
-    """Name of a curve in TensorBoard. The prefix `train_` sorts `moe/` and `perf/` after `train/`."""
+    """Name of a curve in TensorBoard. `moe/` and `perf/` get the prefix `train_` to sort after `train/`."""
     return f"train_{name}" if name.startswith(("moe/", "perf/")) else name
 
 
@@ -187,8 +187,8 @@ Mirror = _TensorBoard | Prometheus | _Wandb
 
 
 def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
-    """The wandb mirror, or [] if not requested; ConfigError if wandb cannot start. The caller
-    must write the run's old records to the mirror before new ones.
+    """The wandb mirror, or [] if wandb is not requested. Raises ConfigError if wandb cannot start. The
+    caller must write the run's old records to the mirror before new ones.
     """
     if not config.wandb_project or config.wandb_mode == "disabled":
         return []

@@ -1,4 +1,4 @@
-"""Training of a small model in this process, without a run folder, for `moe-exp mup`."""
+"""Trains a small model for `moe-exp mup`, in this process and without a run folder."""
 
 from collections import defaultdict
 from typing import Any
@@ -41,7 +41,7 @@ class Proxy:
         ]
 
     def step(self, batch: dict[str, Any] | None = None) -> float:
-        """Runs one iteration on `batch` or, if None, the next samples; returns the loss in nats per token."""
+        """Runs an iteration; returns its loss (nats per token). If `batch` is None, uses the next samples."""
         first, seq_len = self._consumed_samples, self.config.seq_len
         count, _, batch_size = optimizer_setup.next_batch(self.config, first, seq_len)
         microbatches = self.microbatches(count) if batch is None else [batch]
@@ -61,9 +61,9 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
     """Coordinate check: sizes of a model's activations during its first steps on one micro-batch.
 
     Returns:
-        For each step from 0, a dict by module name of (mean absolute output, mean absolute change since
-        step 0), averaged over layers. For the router and output layer, whose initial weights are smaller
-        in wider models, the change includes only the effect of updates to their own weights.
+        For each step from 0, a dict from module name to (mean absolute output, mean absolute change since
+        step 0), averaged over layers. The router and the output layer have smaller initial weights in wider
+        models, so their change includes only the effect of updates to their own weights.
     """
     proxy = Proxy(config)
     # always the same micro-batch, so that only the weights change between two recordings
@@ -102,7 +102,7 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs [number of modules, ...] and changes in them by updates of own weights, both by name."""
+        """Two dicts by name: outputs [number of modules, ...]; effects of a module's own weight updates."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()

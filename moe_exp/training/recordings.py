@@ -11,8 +11,8 @@ They cost nothing when off.
         main weights of NAME     fp32, only with DTYPE=bf16 or fp16
         exp_avg of NAME, ...     the optimizer's moments and, with EMA_DECAY, the weight average (ema), fp32
 
-With the distributed optimizer, all tensors except NAME itself cover only the elements of the parameter that
-this rank owns: a range in memory order, such as `exp_avg of NAME[128:256]`. These ranges differ between data
+With the distributed optimizer, each tensor except NAME itself covers only this rank's elements of the
+parameter: a range in memory order, such as `exp_avg of NAME[128:256]`. These ranges differ between data
 parallel ranks, but are the same in two runs with the same layout.
 """
 
@@ -60,7 +60,7 @@ class Recorder:
         self._profiler: profile | None = None
 
     def begin(self, iteration: int) -> None:
-        """Starts recordings before an iteration. A run resumed inside a range records its remaining part."""
+        """Starts recordings before an iteration. A run resumed inside a range records only the rest."""
         for what, ranges in self._ranges.items():
             lasts = [min(last, self._last) for first, last in ranges if first <= iteration <= last]
             if what in self._begun or not lasts or iteration > lasts[0]:
@@ -115,7 +115,7 @@ def is_dumped(config: Config, iteration: int) -> bool:
 
 @heartbeat.during("dump")
 def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress: Progress) -> None:
-    """Writes a dump if this rank is in DUMP_RANKS. Called by every rank; failures are only logged."""
+    """Writes a dump if this rank is in DUMP_RANKS. Every rank must call it. Failures are only logged."""
     path = dump_file(run, progress.iteration, runtime.rank)
     with parameters_in_sync(trained.model):
         if config.dump_ranks and runtime.rank not in map(int, config.dump_ranks.split(",")):
@@ -164,14 +164,14 @@ class DumpedTensor:
     name: str
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
-        """Returns the tensor or, given `offsets`, its rows `offsets[0]` to `offsets[0] + sizes[0]`."""
+        """Returns the tensor. With `offsets`, returns only rows `offsets[0]` to `offsets[0] + sizes[0]`."""
         if not offsets:
             return torch.as_tensor(self.file.get_tensor(self.name))
         return torch.as_tensor(self.file.get_slice(self.name)[offsets[0] : offsets[0] + sizes[0]])
 
 
 def compare_dumps(a: Path, b: Path) -> Comparison:
-    """Compares two dump files, or same-named files in two folders; ValueError if nothing is comparable."""
+    """Compares two dump files, or same-named files in two folders. Raises ValueError if it cannot."""
     if a.is_dir() != b.is_dir():
         kind = "folder" if a.is_dir() else "file"
         raise ValueError(f"A={a}: is a {kind}, but B={b} is not. Fix: give two files or two folders.")

@@ -9,13 +9,13 @@ The following tensors must be equal on the ranks listed next to them:
               not split: routers, norms, gates, latent projections
     tied      shared embedding and output layer                     first and last pipeline stage
 
-Training itself would not notice that weights differ, because only gradients are reduced. After a bit flip, a
-wrong load on one rank or a desynchronized tied embedding, training continues with inconsistent weights until
-the loss degrades, or until it spikes at a restart.
+Training itself would not notice that weights differ, because only gradients are reduced. It would continue
+until the loss degrades, or until the loss spikes at a restart. Weights can differ after a bit flip, a wrong
+load on one rank or a desynchronization of the tied embedding.
 
-Each rank computes a 64-bit fingerprint of every tensor (`checkpoint.fingerprints`) and sums the fingerprints
-of each kind (rows above), weighted by a hash of the tensor's name. One all-gather of these sums detects
-problems. Ranks exchange names and hosts only if there are problems.
+Each rank computes a 64-bit fingerprint of every tensor (`checkpoint.fingerprints`). For each kind (row
+above), the rank sums the fingerprints, each weighted by a hash of the tensor's name. One all-gather of these
+sums detects problems. Ranks exchange names and hosts only if there are problems.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ _MASK = 2**64 - 1
 
 
 class ReplicaError(RuntimeError):
-    """Replicas or repeated computations differ, or parameter groups are wrong; each line names a problem.
+    """Replicas or repeated computations differ, or parameter groups are wrong; one message line per problem.
 
     `hosts`: host of each rank known to have computed or stored wrong values.
     """
@@ -92,8 +92,8 @@ def check_replicas(
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict[str, dict[int, str]]:
-    """Maps each problem, a line of text, to the hosts of ranks whose copy is known to be wrong. All ranks get
-    the same result. If there are no problems, this takes a single collective.
+    """Returns problems (lines of text), each with {rank: host} of the copies that are known to be wrong. All
+    ranks get the same result. If there are no problems, this takes a single collective.
     """
     # Sums detect a problem; only then do the ranks exchange fingerprints by name.
     mine = _held(config, runtime, trained)
@@ -106,7 +106,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict
 
 
 class _Held(NamedTuple):
-    """Fingerprints of one rank by kind and name, or (`_sums_of_all`) one sum per kind under the name ''."""
+    """One rank's fingerprints by kind and name; `_sums_of_all` returns one sum per kind, with name ''."""
 
     host: str
     problems: list[str]  # of the parameter groups
@@ -238,7 +238,7 @@ def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str
 def group_problems(
     config: Config, model: list[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> list[str]:
-    """A line per parameter that has a wrong weight decay or learning rate, or isn't in exactly one group."""
+    """Lists parameters that have a wrong weight decay or learning rate or are not in exactly one group."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     in_checkpoints = names if are_alike(config) else parameter_names(model)
     problems = set()
@@ -281,7 +281,7 @@ def _in_groups(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[st
 
 
 class GradientCheck:
-    """Recomputes gradients on the same rank and a neighbor; a difference raises ReplicaError on all ranks."""
+    """Recomputes gradients on this rank and a neighbor; raises ReplicaError on all ranks if they differ."""
 
     def __init__(self, config: Config, runtime: Runtime, trained: Trained, progress: Progress):
         self._config, self._runtime, self._trained, self._progress = config, runtime, trained, progress
@@ -304,7 +304,7 @@ class GradientCheck:
         return self.is_requested or iteration % every == 0 or iteration == last
 
     def expect(self, compute: Callable[..., object]) -> float:
-        """Compares replicas' weights; computes gradients that `compared` expects; returns elapsed seconds.
+        """Compares replicas' weights and computes expected gradients for `compared`; returns elapsed seconds.
 
         `compute(dp_rank=...)` runs the iteration's forward and backward passes on that DP rank's batch.
         """
@@ -335,7 +335,7 @@ class GradientCheck:
         return seconds
 
     def compared(self) -> AbstractContextManager[None]:
-        """Context manager for the iteration; compares its gradients, not yet summed, to those of `expect`."""
+        """Context manager that compares the iteration's unsummed gradients with those from `expect`."""
         finalize = get_model_config(self._trained.model[0]).finalize_model_grads_func
 
         def compare_and_sum(*args: Any, **kwargs: Any) -> None:
@@ -349,7 +349,7 @@ class GradientCheck:
 
     @contextmanager
     def _before_sum(self, finalize: Callable[..., None]) -> Iterator[None]:
-        """In the `with` block, Megatron calls `finalize` with gradients not yet summed over ranks."""
+        """Makes Megatron call `finalize` in the `with` block, before gradients are summed over ranks."""
         settings = get_model_config(self._trained.model[0])
         kept = settings.finalize_model_grads_func, settings.no_sync_func
         settings.finalize_model_grads_func, settings.no_sync_func = finalize, None
@@ -418,7 +418,7 @@ _LEAST_BOUND, _MOST_BOUND = 1e-3, 0.1
 
 
 def _gaps(own: Tensor, other: Tensor) -> Tensor:
-    """Gap per parameter: relative difference of gradient norms; for sums of bits, 1 if unequal, else 0."""
+    """Relative differences between gradient norms, one per parameter; for bit sums, 0 if equal, 1 if not."""
     if own.dtype == torch.int64:
         return (own != other).double()
     # small norms against the root mean square of all
@@ -430,11 +430,11 @@ def _gaps(own: Tensor, other: Tensor) -> Tensor:
 def suspects(
     replicas: Sequence[int], repeated: Sequence[float], by_neighbour: Sequence[float], *, bound: float
 ) -> tuple[list[int], str]:
-    """Ranks suspected of wrong results, and a text on what their gradients differ from.
+    """Ranks suspected of wrong results, and a text that says what their gradients differ from.
 
-    Lists with one value per rank: `replicas`: number of its model replica; `repeated`: difference between its
-    gradient and the one it gets when it repeats the computation; `by_neighbour`: difference between its
-    gradient and the one that its neighbor in the preceding replica gets from the same computation.
+    Each list has one value per rank. `replicas`: index of the rank's model replica. `repeated`: difference
+    between the rank's gradient and its gradient in a repeated computation. `by_neighbour`: difference
+    between the rank's gradient and its neighbor's in the preceding replica for the same computation.
     """
     if found := [rank for rank, gap in enumerate(repeated) if gap > bound]:
         return found, "that of the same computation, repeated"

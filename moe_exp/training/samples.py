@@ -54,7 +54,7 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
 
 
 def _blends(config: Config) -> tuple[str, str]:
-    """TRAIN_DATA and VALID_DATA, or the token files of the embedded corpus."""
+    """TRAIN_DATA and VALID_DATA; if TRAIN_DATA is empty, the token files of the embedded corpus."""
     if config.train_data:
         return config.train_data, config.valid_data
     corpus = ensure_embedded_corpus(Path(config.data_dir))
@@ -87,7 +87,7 @@ def check_tokenizers(config: Config) -> None:
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
-    """Moves data stages that begin at a token number to batch boundaries; `source`: checkpoint to resume."""
+    """If data stages begin at token numbers, moves them to batch boundaries. `source`: checkpoint to load."""
     if not config.data_stages:
         return config
 
@@ -111,7 +111,7 @@ def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """Returns `samples.batch`; ValueError, with sample and documents, for a token outside the vocabulary."""
+    """Reads a batch. If a token is outside the vocabulary, raises ValueError with sample and documents."""
     # On a GPU the embedding would abort with a device-side assert that names neither.
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())
@@ -150,9 +150,9 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
 
 
 def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    """The sample order, and its differences from the checkpoint's order. Called by every rank.
+    """Returns the sample order and its differences from the checkpoint's order. All ranks must call this.
 
-    ConfigError on every rank if the orders differ, unless ALLOW_OTHER_DATA is set.
+    Raises ConfigError on every rank if the orders differ, unless ALLOW_OTHER_DATA is set.
     """
 
     def compared() -> tuple[dict[str, Any], list[Change]]:

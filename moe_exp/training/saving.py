@@ -1,4 +1,4 @@
-"""Saves and resumes a run, with log lines and events. Every rank calls these functions."""
+"""Saves and resumes a run, and reports this in log lines and events. Every rank calls these functions."""
 
 import logging
 import time
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 
 class CheckpointManager:
-    """Starts, finishes and reports saves of a run that has resumed from `source`.
+    """Starts, finishes and reports a run's saves; `source` is the checkpoint that the run resumed from.
 
-    `writer` writes the files. Only rank 0 has `metrics`, and only rank 0 uploads to REMOTE_DIR.
+    The attribute `writer` writes the files. Only rank 0 has `metrics`, and only rank 0 uploads to REMOTE_DIR.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CheckpointManager:
 
     @heartbeat.during("checkpoint")
     def finish(self, *, is_last: bool = False) -> float:
-        """Waits for a pending save and reports it; returns the seconds waited. SaveError as in `save`."""
+        """Waits for a pending save and reports it. Returns the seconds waited. SaveError: see `save`."""
         start = time.monotonic()
         # Errors are returned in `saved`, on every rank: training continues, as the next save may succeed.
         saved = self.writer.finish()
@@ -106,7 +106,7 @@ class CheckpointManager:
                 self._metrics.event(kind, iteration, **facts)
 
     def stopped_code(self, progress: Progress) -> int:
-        """Exit code of a stopped run: TO_BE_CONTINUED if it has saved since its last start, else FAILED."""
+        """Exit code of a stopped run: TO_BE_CONTINUED if this start has saved a checkpoint, else FAILED."""
         if self.last_iteration is not None:
             return TO_BE_CONTINUED
         # Otherwise a chain of jobs would restart at the same iteration forever.
@@ -117,8 +117,10 @@ class CheckpointManager:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """Newest checkpoint of the run, from REMOTE_DIR if none is local. If the run has none: the newest
-    checkpoint in LOAD_DIR, None if LOAD_DIR is not set, or ConfigError if LOAD_DIR has no checkpoint.
+    """Newest checkpoint of the run, from REMOTE_DIR if no checkpoint is local.
+
+    If the run has no checkpoint, returns the newest one in LOAD_DIR, or None if LOAD_DIR is not set. Raises
+    ConfigError if LOAD_DIR has no checkpoint.
     """
     try:
         if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run
@@ -141,7 +143,7 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
 
 @heartbeat.during(heartbeat.PAUSED)
 def _from_store(fetch: Callable[[], T]) -> T:
-    """Calls `fetch` on rank 0 and returns its result on every rank; ValueError on every rank if it fails."""
+    """Calls `fetch` on rank 0. Every rank returns its result, or raises ValueError if `fetch` fails."""
 
     def fetched() -> T:
         try:
@@ -155,8 +157,8 @@ def _from_store(fetch: Callable[[], T]) -> T:
 def resume(
     config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained
 ) -> Progress:
-    """Loads `source`. Without `source`, training starts at iteration 0, with weights of UPCYCLE_FROM if set.
-    Raises RestoreError on every rank if loaded tensors differ from the saved ones.
+    """Loads `source`. Without `source`, training starts at iteration 0; weights come from UPCYCLE_FROM if it
+    is set. Raises RestoreError on every rank if loaded tensors differ from the saved tensors.
     """
     if source is None:
         if config.upcycle_from:

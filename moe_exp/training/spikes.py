@@ -5,7 +5,7 @@ The measure is a robust z-score of the loss and of the logarithm of the gradient
     level      median of the last LEVEL_WINDOW accepted values
     departure  value of an accepted iteration - level before that iteration
     spread     1.4826 * median |departure - median departure| over the last SPREAD_WINDOW departures (scaled
-               MAD, which estimates the standard deviation, Iglewicz and Hoaglin 1993), at least a floor
+               MAD, an estimate of the standard deviation, Iglewicz and Hoaglin 1993), but not below a floor
     z          (value - level) / spread
 
 Medians tolerate outliers in up to half of a window. The spread is measured on differences from the level, so
@@ -15,13 +15,13 @@ no spike is going on and its loss has z < LOSS_LASTING.
 
 A spike is detected in
     the loss      if z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES consecutive
-                  iterations, since two hard batches in a row happen by chance
-    the gradient  if z >= NORM_LASTING and norm >= NORM_FACTOR * level in NORM_TIMES consecutive iterations
-                  (level of the norm); clipping handles a single large gradient
+                  iterations (two hard batches in a row can happen by chance)
+    the gradient  if z >= NORM_LASTING and norm >= NORM_FACTOR * level of the norm, in NORM_TIMES consecutive
+                  iterations (clipping handles a single large gradient)
 
 A spike starts with the unusual iterations (z >= LOSS_EARLY or NORM_EARLY) directly before its detection,
 because the gradient often rises one or two iterations before the loss. It ends after CALM_ITERATIONS
-consecutive normal iterations, or after LONGEST iterations. In the second case, later values form a new level.
+consecutive normal iterations. A spike that lasts LONGEST iterations ends too; later values form a new level.
 """
 
 import math
@@ -81,7 +81,7 @@ class Baseline:
         return 0.0 if level is None or len(self.departures) < FEWEST else (value - level) / self.spread
 
     def accept(self, value: float) -> None:
-        """Adds `value` to the values and, once there is a level, to the departures."""
+        """Adds `value` to `values`; if there already is a level, also adds the departure to `departures`."""
         if (level := self.level) is not None:
             self.departures.append(value - level)
         self.values.append(value)
@@ -105,7 +105,7 @@ class Spike:
 
 @dataclass(frozen=True)
 class SpikeEnd:
-    """The end of the last spike, with the highest values during it."""
+    """The end of a spike, with the highest loss and gradient norm during the spike."""
 
     iteration: int  # first normal iteration after it
     first_iteration: int  # of the spike
@@ -124,7 +124,7 @@ class _Reading:
 
 
 class SpikeDetector:
-    """Detects where spikes start and end; starts empty or from the `state` of an earlier detector."""
+    """Detects where spikes start and end. Can continue from the `state` of an earlier detector."""
 
     def __init__(self, state: Mapping[str, Any] | None = None):
         self._recent: deque[_Reading] = deque(maxlen=LEVEL_WINDOW)

@@ -1,8 +1,8 @@
 """One iteration of training: micro-batches, optimizer and schedule.
 
 `train_step` launches an iteration. If the step is fused (engine/fused_step.py), `train_step` returns before
-the host knows whether the optimizer has updated the weights. `settle`, called at the latest in the next
-iteration, waits for the gradient norm.
+the host knows whether the optimizer has updated the weights. `settle` waits for the gradient
+norm; it is called at the latest in the next iteration.
 """
 
 import math
@@ -86,7 +86,7 @@ def train_step(
     """One iteration: forward and backward over all micro-batches, optimizer, schedule.
 
     `last`: the previous iteration; it is settled here, before the optimizer reads the learning rate.
-    `check`: if it is due, this iteration's gradients are computed again and compared.
+    `check`: if it is due, this iteration's gradients are computed twice and compared.
     """
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
     # The batch ramp-up and the data stage determine the number and size of micro-batches.
@@ -136,7 +136,7 @@ def settle(job: Job, progress: Progress, interval: Interval, step: Step) -> None
 def complete(
     job: Job, progress: Progress, interval: Interval, step: Step, *, updated: bool, norm: float | None
 ) -> None:
-    """Advances the schedule and the weight average if the weights were `updated`; else counts a skip."""
+    """If the weights were `updated`, advances schedule and weight average; else counts a skipped step."""
     step.updated, step.grad_norm = updated, norm
     progress.skipped_iterations += not updated
     interval.num_skipped += not updated
@@ -146,7 +146,7 @@ def complete(
 
 
 def end_iteration(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
-    """Starts one all-reduce that shares the stop reason, `is_writing` and the mean loss among ranks.
+    """Starts one all-reduce of the stop reason, `is_writing` and the mean loss over all ranks.
 
     The returned function waits for the all-reduce; call it after settling `step`.
     """
@@ -172,7 +172,7 @@ def forward_backward(
     job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
     interval: Interval | None = None, dp_rank: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Reads and runs the micro-batches of `dp_rank` (None: this rank); returns `run_schedule`'s losses."""
+    """Reads and runs the micro-batches of `dp_rank` (default: this rank). Returns `run_schedule`'s losses."""
     config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
     timers, own_timers = (interval.timers, interval.own_timers) if interval else (None, None)
     heartbeat.enter("data")

@@ -1,6 +1,6 @@
 """Finds the node, rank and device behind errors in logs, and lists causes before consequences. No torch.
 
-Logs may come from ranks, srun (file names with `%N`, the host), NCCL, or the kernel (dmesg, syslog).
+Logs may come from ranks, srun (with the host, `%N`, in the file name), NCCL, or the kernel (dmesg, syslog).
 `known_errors.py` lists the recognized messages.
 """
 
@@ -111,7 +111,7 @@ _WORDS = re.compile(
 
 
 def origin_of_file(path: Path) -> Origin:
-    """Origin given by a file name: a node (`123_4.node17.out`), `rank3`, or torchrun's folder of a rank."""
+    """Origin given by a path: a node (`123_4.node17.out`) or a rank (`rank3`, torchrun's `3/stdout.log`)."""
     rank = re.search(r"rank[-_]?(\d+)", path.name)
     if not rank and path.stem in ("stdout", "stderr") and path.parent.name.isdigit():
         return Origin(rank=path.parent.name)
@@ -130,7 +130,7 @@ _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 @dataclass(frozen=True)
 class Blame:
-    """Equal faults on one host, rank and device. `where` is this place, with the time of the first fault;
+    """Equal faults on one host, rank and device. `where` has this place and the time of the first fault.
     `last` is the time of the latest fault, or '' if no time is known.
     """
 
@@ -143,7 +143,7 @@ class Blame:
 
 def log_files(paths: Iterable[Path]) -> list[Path]:
     """Replaces each folder, such as a run folder, with the log files in it. Raises ValueError if a path does
-    not exist, or if a folder has no logs or far more files than a run folder.
+    not exist, if a folder has no logs, or if a folder has too many files to be a run folder.
     """
     found: list[Path] = []
     for path in paths:
@@ -164,7 +164,7 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def reported_by_runs(paths: Iterable[Path]) -> list[str]:
-    """One line per recent hang or failed rank, from the events of run folders; logs may lack these."""
+    """One line per recent hang or failed rank in the events of run folders. Logs may not show them."""
     lines = []
     for run in (RunFolder(path) for path in paths if path.is_dir()):
         events = last_records(run.metrics) if run.metrics.exists() else []
@@ -188,7 +188,7 @@ Seen = tuple[Fault | None, Origin, str]
 
 
 def blame(files: Iterable[Path]) -> list[Blame]:
-    """All faults in the logs, grouped by kind, host, rank and device; causes first, then by time."""
+    """Groups faults in logs by kind, host, rank and device; sorts by cause (consequences last), then time."""
     logs: list[tuple[Origin, list[Seen]]] = []
     for path in files:
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -197,7 +197,7 @@ def blame(files: Iterable[Path]) -> list[Blame]:
 
 
 def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
-    """Yields a log's recognized lines; lines without a time (tracebacks) get the last time seen."""
+    """Yields a log's recognized lines. A line without a time (in a traceback) gets the last time above it."""
     time = ""
     for line in lines:
         fault, here = recognised(line), origin(line)
@@ -207,7 +207,7 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
-    """Groups equal faults by place. `logs`: per file, its origin (from its name) and recognized lines."""
+    """Groups equal faults by place. `logs`: each file's origin (from its name) and recognized lines."""
     hosts = defaultdict[str, set[str]](set)
     for _, where, _ in (one for _, seen in logs for one in seen):
         if where.host and where.rank:

@@ -48,7 +48,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Situation:
-    """How the failed start went."""
+    """What is known about a failed start of a job."""
 
     iterations: int = 0  # that it trained
     trained_before: bool = False  # whether an earlier start with the same settings trained
@@ -62,7 +62,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Recommended action after a failure. `line` is the deciding log line, `host` its host (if known)."""
+    """Recommended action after a failure. `line`: the decisive log line. `host`: its host, if known."""
 
     action: Action
     category: str
@@ -113,7 +113,7 @@ def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
 def diagnose_logs(
     files: Iterable[Path], *, iterations: int | None = None, trained_before: bool = False, repeats: int = 0
 ) -> Diagnosis:
-    """Diagnoses log files. Other arguments: fields of Situation; if None, `iterations` is read from logs."""
+    """Diagnoses log files. Other arguments: see Situation. If `iterations` is None, it is read from logs."""
     logs, seen = [], [0]
     for path in files:
         faults: list[Seen] = []
@@ -129,7 +129,7 @@ def diagnose_logs(
 
 
 def diagnose_failures(records: Sequence[Record], failures: Sequence[Mapping[str, Any]]) -> Diagnosis:
-    """Diagnoses `failures` (the fields of `rank_failed` events), given the run's earlier `records`."""
+    """Diagnoses `failures` (fields of `rank_failed` events). `records`: the run's records before them."""
     logs = []
     for one in failures:
         line = f"moe-exp: rank {one['rank']} on {one['host']} ({one['device']}) has failed: {one['cause']}"

@@ -28,14 +28,14 @@ _LONGEST_SHOWN = 100  # characters
 
 
 def exclude_list(run_dir: str) -> Path:
-    """Path of a job's list: set by its launcher, else by the user (EXCLUDE_FILE), else a file in RUN_DIR."""
+    """Path of a job's list: the launcher's path, else the user's EXCLUDE_FILE, else a file in RUN_DIR."""
     given = os.environ.get(EXCLUDE_FILE) or os.environ.get("EXCLUDE_FILE")
     return expanded(given or Path(run_dir) / EXCLUDE_NODES).absolute()
 
 
 def read_excluded(path: Path) -> dict[str, str]:
-    """Maps each host name to the date and reason in the first line that names it, in the order of the file.
-    Empty if there is no file. Raises ValueError on an invalid line.
+    """Maps each host name to its date and reason, in the order of the file. If several lines name a host,
+    the first line counts. Returns {} if there is no file. Raises ValueError on an invalid line.
     """
     reasons: dict[str, str] = {}
     for number, line in enumerate(_text(path).splitlines(), start=1):
@@ -52,7 +52,7 @@ def read_excluded(path: Path) -> dict[str, str]:
 
 
 def exclude(path: Path, host: str, reason: str) -> bool:
-    """Adds a host name without its domain; False if already listed. Raises ValueError on an invalid name."""
+    """Adds a host, without its domain. Returns False if already listed; raises ValueError if invalid."""
     host = slurm_name(host)
     path.parent.mkdir(parents=True, exist_ok=True)
     # two nodes that add a line at the same time must not lose one
@@ -90,12 +90,12 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
 
 
 def slurm_option(hosts: Collection[str]) -> str:
-    """The sbatch/srun option `--exclude=a,b` for `hosts`, as SLURM names them; empty if no hosts."""
+    """The sbatch/srun option `--exclude=a,b` for `hosts` (names used by SLURM); '' if there are no hosts."""
     return f"--exclude={','.join(hosts)}" if hosts else ""
 
 
 def slurm_name(host: str) -> str:
-    """Host name as SLURM uses it, without domain; IP addresses stay whole. Raises ValueError if invalid."""
+    """Host name in SLURM: without the domain, or a whole IP address. Raises ValueError if invalid."""
     if not _HOST.fullmatch(host):
         fix = "use only letters, digits, '-', '_' and '.'"
         raise ValueError(f"host={host[:_LONGEST_SHOWN]!r}: is not a host name. Fix: {fix}.")

@@ -23,7 +23,7 @@ PROGRAM = "check the program (CUDA_LAUNCH_BLOCKING=1 shows the line); if only on
 
 @dataclass(frozen=True)
 class Fault:
-    """A known kind of error; `cause`: one of CAUSES; `excludes`: whether jobs should avoid the host."""
+    """A known kind of error. `cause` is one of CAUSES. If `excludes` is set, jobs should avoid the host."""
 
     name: str
     cause: str

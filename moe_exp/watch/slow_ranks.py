@@ -3,8 +3,8 @@
 All ranks wait for a slow rank, so only times that exclude waiting identify it. A rank is compared with its
 peers, which do the same work; a rank without peers is compared with all other ranks and its own past. A rank
 counts as slow only if it is slow over several samples (the more the times vary, the more samples are needed).
-If other programs keep all processors of its host busy, it must also be slow for at least a minute. Shapes: S
-samples, R ranks, N values of a rank.
+If other programs keep all processors of a host busy, a rank there must also be slow for at least a minute.
+Shapes: S samples, R ranks, N values of a rank.
 """
 
 import logging
@@ -39,8 +39,8 @@ _LOADED_SECONDS = 60.0  # for which a rank has to be slow there
 
 
 def differences(table_RN: Floats, works: Sequence[str]) -> Floats:
-    """Compares each rank with the median of its peers: returns their difference in each of COLUMNS (but
-    their sum in `variance`), then the log ratio of their times without waiting (sums over PHASES).
+    """Compares each rank with the median of its peers. Returns the difference in each of COLUMNS (for
+    `variance`, the sum). The last column is the log ratio of the times without waiting (sums over PHASES).
     """
     own_R1 = table_RN[:, : len(PHASES)].sum(axis=1, keepdims=True)
     values_RN = np.concatenate([table_RN, np.log(np.maximum(own_R1, 1e-9))], axis=1)
@@ -66,8 +66,8 @@ def median_of_others(values_RN: Floats) -> Floats:
 
 def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int, dict[str, Any]]:
     """Slow ranks in the last samples, each with its slowest `phase` and slowdown `factor`. `gaps_SRN`
-    and `ratios_SR` come from `differences`; if a rank has no peers, the caller first subtracts the median of
-    its past. `share_R`: the variance of that median divided by the variance of one sample.
+    and `ratios_SR` come from `differences`. For a rank without peers, the caller first subtracts the median
+    of the rank's past. `share_R`: the variance of that median divided by the variance of one sample.
     """
     slow: dict[int, dict[str, Any]] = {}
     is_slow_now_R = np.median(ratios_SR[-_LENGTHS[0] :], axis=0) > _LEAST
@@ -119,7 +119,7 @@ class SlowRanks:
         self._loaded: deque[NDArray[np.bool_]] = deque(maxlen=_LOAD_SAMPLES)
 
     def add(self, rows: Sequence[Sequence[float]]) -> list[tuple[str, dict[str, Any]]]:
-        """Adds a sample (COLUMNS and PROCESSORS per rank); returns events: ranks now slow or recovered."""
+        """Adds a sample (COLUMNS and PROCESSORS per rank). Returns events: ranks became slow or recovered."""
         table_RN, load_RN = np.split(np.array(rows), [len(COLUMNS)], axis=1)
         if not self._slow and len(self._recent) >= _LENGTHS[0]:
             self._past.append(self._recent[-_LENGTHS[0]])
@@ -158,7 +158,7 @@ class SlowRanks:
 
 
 def report(name: str, found: Mapping[str, Any], excluded: Path | None) -> None:
-    """Logs an event of `SlowRanks.add`, and adds the host of a slow rank to the list `excluded`, if given."""
+    """Logs an event of `SlowRanks.add`. If `excluded` is given, adds a slow rank's host to this list."""
     who = f"rank {found['rank']} ({found['device']})"
     if name == "slow_rank_end":
         logger.info("%s: %s is no longer slow", found["host"], who)

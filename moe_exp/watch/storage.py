@@ -1,8 +1,8 @@
 """Save interval and disk space of a run: `moe-exp watch storage`. Does not import torch.
 
 The formulas are in planner/costs/saves.py. With ASYNC_SAVE, training waits for less than the duration d of a
-save, and a failure loses the save in progress. For the wait and for the
-lost save, the formulas use the upper bound d.
+save, and a failure during a save loses that save. The formulas count both the wait and the lost save as d,
+which is an upper bound.
 """
 
 import math
@@ -92,11 +92,11 @@ def save_advice(
     save_interval: int, found: Measured, *,
     mtbf_hours: float | None = None, num_nodes: int = 1, restart_seconds: float | None = None,
 ) -> Advice | None:  # fmt: skip
-    """Computes the optimal SAVE_INTERVAL; None before the run has measured an iteration and a save.
+    """Computes the optimal SAVE_INTERVAL. Returns None until the run has measured an iteration and a save.
 
     Args:
         save_interval: current SAVE_INTERVAL in iterations; 0: save only at the end.
-        mtbf_hours: mean time between failures of each of `num_nodes` nodes; None: the job's, as measured.
+        mtbf_hours: mean time between failures of one of `num_nodes` nodes; None: measured for the whole job.
         restart_seconds: time from a failure to the next resume; None: measured.
     """
     if not found.iteration_seconds or not found.save_seconds:

@@ -15,7 +15,7 @@ is the product of one w per axis, so:
   permuted rows and exchanged shards go unnoticed with a probability of about 2^-40 (not 2^-64, because the
   low bits of round values are zero).
 
-Fingerprints are named by this package's keys; a tensor stacked over layers has one fingerprint per layer.
+Fingerprints are named after this package's keys. A tensor stacked over layers has one fingerprint per layer.
 Fingerprints therefore do not depend on the key style (`keys.py`), and remain valid when tools rewrite files.
 """
 
@@ -109,7 +109,7 @@ _kept_weights = lru_cache(128)(axis_weights)
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Returns a fingerprint's name and offsets; for stacked layers, the layer offset moves into the name."""
+    """Returns a fingerprint's name and offsets. If layers are stacked, the layer offset is in the name."""
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)
@@ -150,7 +150,7 @@ def write(folder: Path, fingerprints: Mapping[str, Fingerprint]) -> None:
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """Reads a checkpoint's fingerprints; None if missing or in another format. ValueError if damaged."""
+    """A checkpoint's fingerprints; None if it has none in this format. ValueError if the file is damaged."""
     path = folder / FILE
     try:
         content = read_json(path)
@@ -167,8 +167,9 @@ def read(folder: Path) -> Fingerprints | None:
 
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
-    """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops optimizer fingerprints.
-    If `dtype` is set, weights that had another dtype get the fingerprints of the optimizer's main weights.
+    """Fingerprints that remain valid for a rewritten checkpoint. If `weights_only` is true, the optimizer's
+    fingerprints are dropped. If `dtype` is set, it is the new dtype of the weights: weights that had another
+    dtype get the fingerprints of the optimizer's main weights.
     """
     found: Fingerprints = {}
     for name, one in fingerprints.items():

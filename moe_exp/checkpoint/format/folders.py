@@ -8,7 +8,7 @@ checkpoints/
     manifest.json                     size and checksum of every other file; written last
   iter_0000600.partial/               checkpoint being written; renamed once every rank is done
   iter_0000100.removed/               checkpoint being removed
-  iter_0000300.replaced/              old checkpoint, while a new checkpoint of iteration 300 replaces it
+  iter_0000300.replaced/              checkpoint being replaced by a new one of iteration 300
 
 A killed run can leave .partial, .removed and .replaced folders behind; `recover` cleans up.
 """
@@ -46,7 +46,7 @@ def iteration_of(folder: Path) -> int:
 
 
 def latest_iteration(checkpoints: Path) -> int | None:
-    """Iteration in latest_checkpointed_iteration.txt; None if missing, ValueError if it cannot be read."""
+    """Iteration in latest_checkpointed_iteration.txt; None if missing. Raises ValueError if unreadable."""
     path = checkpoints / LATEST
     try:
         text = regular(path).read_text().strip()
@@ -63,7 +63,7 @@ def latest_iteration(checkpoints: Path) -> int | None:
 
 
 def unusable(place: object, reason: str, fix: str = "use another checkpoint") -> ValueError:
-    """Builds the error for `place`, an unusable checkpoint, file, folder or option."""
+    """Builds the error for a checkpoint, file, folder or option (`place`) that cannot be used."""
     return ValueError(f"{place}: {reason}. Fix: {fix}.")
 
 
@@ -73,10 +73,11 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 
 
 def usable(path: Path) -> list[Path]:
-    """Folders of the checkpoints to try when a run resumes, newest first; some may be damaged. `path` is a
-    checkpoints, run or iter_ folder. Skips checkpoints newer than the iteration in
-    latest_checkpointed_iteration.txt; users write an older iteration into this file to resume from an
-    earlier checkpoint. Raises ValueError if the file contains no number.
+    """Checkpoint folders to try when a run resumes, newest first; some may be damaged.
+
+    `path` is a checkpoints, run or iter_ folder. Skips checkpoints that are newer than the iteration in
+    latest_checkpointed_iteration.txt. To resume from an earlier checkpoint, users write its iteration into
+    this file. Raises ValueError if the file contains no number.
     """
     for checkpoints in (path, path / "checkpoints"):
         newest, found = latest_iteration(checkpoints), iterations(checkpoints)
@@ -101,7 +102,7 @@ def is_converted(folder: Path) -> bool:
 
 
 def one_checkpoint(path: Path) -> Path:
-    """Returns `path` if it is an iter_ folder, else its newest iter_ folder; ValueError if it has none."""
+    """Returns the iter_ folder `path`, or the newest iter_ folder under it; ValueError if there is none."""
     for checkpoints in (path, path / "checkpoints"):
         if (iteration := latest_iteration(checkpoints)) is not None:
             return existing(iteration_folder(checkpoints, iteration))
@@ -128,7 +129,7 @@ def existing(folder: Path) -> Path:
 
 
 class NewerFormatError(ValueError):
-    """A newer moe_exp wrote this intact checkpoint: a run must not fall back to an older checkpoint."""
+    """The checkpoint is intact, but too new for this moe_exp. A run must not fall back to an older one."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":
-        """Manifest of `folder`, None if missing; ValueError if damaged, NewerFormatError if too new."""
+        """Reads the manifest of `folder`; returns None if it is missing. Raises the errors of `parse`."""
         path = folder / MANIFEST
         try:
             return cls.parse(regular(path).read_bytes(), str(folder))
@@ -195,7 +196,7 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: bool = True) -> Iterator[str]:
-    """Yields one line per missing or changed file in `names`; without `checksums`, compares only sizes."""
+    """Yields a message for each missing or changed file; without `checksums`, compares only the sizes."""
     for name, entry in names.items():
         path = folder / name
         try:
@@ -216,7 +217,7 @@ def set_latest(checkpoints: Path, iteration: int) -> None:
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Publishes `partial` by renaming it. If the run is killed, `recover` keeps only complete checkpoints."""
+    """Gives `partial` its final name. If a run is killed here, `recover` keeps only complete checkpoints."""
     checkpoints = partial.parent
     final = iteration_folder(checkpoints, iteration)
     replaced, latest = final.with_name(final.name + REPLACED), checkpoints / LATEST
@@ -267,7 +268,7 @@ def which_to_remove(
 ) -> list[int]:
     """Returns the iterations to remove, in ascending order. Keeps the `last` newest iterations (0: all), the
     multiples of `every` (0: none), and the `best` iterations with the lowest finite validation loss in
-    `losses` (nats per token; among equal losses, the newer iteration). ValueError if a number is negative.
+    `losses` (nats per token). Among equal losses, newer iterations win. ValueError if a number is negative.
     """
     for name, value in (("last", last), ("every", every), ("best", best)):
         if value < 0:
@@ -284,8 +285,8 @@ def which_to_remove(
 @contextlib.contextmanager
 def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
     """Yields an empty folder that is renamed to `target` on success and removed on failure. Raises
-    ValueError, without changing anything, if `target` exists and is not empty, if it cannot be created, or
-    if less than `num_bytes` of disk space is free.
+    ValueError if `target` exists and is not empty, if it cannot be created, or if less than `num_bytes` of
+    disk space is free. These errors change nothing on disk.
     """
     check_target(target)
     partial = target.with_name(target.name + PARTIAL)
@@ -332,16 +333,16 @@ def check_target(target: Path) -> None:
 
 
 def checkpoints_folder(path: Path) -> Path | None:
-    """Returns `path` if it is a checkpoints folder, `path`/checkpoints if it is a run folder, else None."""
+    """Finds the checkpoints folder, which is `path` or `path`/checkpoints; returns None if neither is one."""
     both = (path, path / "checkpoints")
     return next((one for one in both if (one / LATEST).exists() or iterations(one)), None)
 
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]:
-    """Returns the size (bytes) of each checkpoint that no rule of `which_to_remove` keeps; `path` is a
-    checkpoints or run folder. The `last` newest are counted back from the one in
-    latest_checkpointed_iteration.txt, which is always kept. ValueError if the folder has no checkpoints, if
-    `last` < 1, or if `best` > 0 and no checkpoint has a validation loss.
+    """Returns the size (bytes) of each checkpoint that no rule of `which_to_remove` keeps. `path` is a
+    checkpoints folder or a run folder. The checkpoint in latest_checkpointed_iteration.txt is always kept, as
+    the first of the `last` newest checkpoints. ValueError if the folder has no checkpoints, if `last` < 1, or
+    if `best` > 0 and no checkpoint has a validation loss.
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:

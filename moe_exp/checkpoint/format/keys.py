@@ -40,8 +40,8 @@ _OPTIONAL = (_ROUTER_BIAS, *LOSS_STATE)
 def model_state(
     model: GPTModel, metadata: Mapping[str, Any], reader: CheckpointReader | None = None
 ) -> dict[str, Any]:
-    """Sharded state of an unwrapped model, under Megatron's keys or, if `reader` is given, under the keys of
-    its checkpoint. `metadata` must contain the process group `dp_cp_group`.
+    """Sharded state of an unwrapped model, under Megatron's keys. If `reader` is given, the keys of its
+    checkpoint are used instead. `metadata` must contain the process group `dp_cp_group`.
     """
     if reader is None:
         return model.sharded_state_dict(metadata=dict(metadata))
@@ -71,9 +71,9 @@ def model_state(
 def check_tensors(
     state: Mapping[str, Any], reader: CheckpointReader, *, unused: tuple[str, ...] = ()
 ) -> None:
-    """Checks that a checkpoint's tensors and their shapes match the states of all ranks exactly, except for
-    tensors whose keys start with one of `unused`. All ranks must call this function. Raises ValueError
-    on every rank, with the first keys that differ.
+    """Checks that a checkpoint contains exactly the tensors of all ranks' states, with the same shapes.
+    Ignores the checkpoint's keys that start with one of `unused`. All ranks must call this function. Raises
+    ValueError on every rank, with the first keys that differ.
     """
     shards = sharded_tensors(state)
     mine = {(shard.key, tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in shards}
@@ -111,7 +111,7 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
 
 @torch.no_grad()
 def read_tensors(state: Any, reader: CheckpointReader) -> None:
-    """Copies a checkpoint's values into a sharded state; optional tensors that it lacks become zero."""
+    """Copies a checkpoint into a sharded state; optional tensors that the checkpoint lacks become zero."""
     lacks_biases = False
     for shard in sharded_tensors(state):
         if shard.key not in reader.tensors and shard.key.endswith(_OPTIONAL):

@@ -42,7 +42,7 @@ _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box (index ranges) of a stored tensor; its first `num_leading` axes (layer, expert) have size 1."""
+    """A box (index ranges) of a stored tensor, of size 1 in the first `num_leading` axes (layer, expert)."""
 
     stored: StoredTensor
     offsets: tuple[int, ...]
@@ -72,7 +72,7 @@ class LogicalTensor:
         return self.boxes[0].stored.dtype
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
-        """Reads all values, or the box at `offsets` with `sizes`; ValueError if a file is damaged."""
+        """Reads the box at `offsets` with `sizes` (default: all). Raises ValueError if a file is damaged."""
         if not self.shape:
             return self._read_part(self.boxes[0], (), ())
         offsets, sizes = offsets or (0,) * len(self.shape), sizes or self.shape
@@ -107,7 +107,7 @@ def weight_keys(keys: Iterable[str]) -> list[str]:
 
 
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
-    """Returns whether layers have separate keys, and whether experts or halves of gated projections do."""
+    """Returns two flags: separate keys per layer; separate keys per expert or half of a gated projection."""
     keys = list(weights)
     return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
@@ -118,8 +118,8 @@ def states(reader: CheckpointReader) -> list[str]:
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """Returns the logical tensors of an optimizer state, or of the weights if `state` is None, by name. Their
-    order lets a reader that keeps KEEP_BYTES of recently read chunks read most chunks only once.
+    """Returns the logical tensors by name: the weights or, if `state` is set, that optimizer state. In this
+    order, a reader that keeps KEEP_BYTES of recently read chunks reads most chunks only once.
     """
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
@@ -151,8 +151,8 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """Returns the logical name of the tensor at `place` (leading indices) in the tensor stored under
-    `key`, and which half of a gated projection it is: `w` (gate), `v` (up) or ''.
+    """Returns the logical name of the tensor at `place` (leading indices) in the stored tensor `key`.
+    Also returns which half of a gated projection it is: `w` (gate), `v` (up), or '' for other tensors.
     """
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
@@ -177,7 +177,7 @@ def num_leading(key: str) -> int:
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
-    """Layer of a logical tensor (None if outside layers), and the tensor's name within the layer."""
+    """Layer of a logical tensor and its name within that layer. Outside layers: None and the full name."""
     match = _IN_LAYER.fullmatch(name)
     return (int(match[1]), match[2]) if match else (None, name)
 

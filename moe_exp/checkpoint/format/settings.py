@@ -30,12 +30,12 @@ _LAYOUT: dict[str, Any] = {
 
 
 def saved_order(folder: Path) -> dict[str, Any]:
-    """Order of the training data (`SampleOrder.facts`) stored in a checkpoint; empty if not stored."""
+    """Order of the training data (`SampleOrder.facts`) in a checkpoint; empty if the checkpoint has none."""
     return order_in(read_common(folder))
 
 
 def order_in(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Like `saved_order`, but takes what `read_common` read from a checkpoint."""
+    """Like `saved_order`, but takes the result of `read_common` instead of a folder."""
     # Weights-only checkpoints store it outside `progress`.
     return (common.get("progress") or common).get("sample_order") or {}
 
@@ -55,14 +55,14 @@ def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, A
 
 
 def saved_start(common: Mapping[str, Any]) -> Start:
-    """Iteration and consumed samples in the result of `read_common`, which must contain `progress`."""
+    """Iteration and consumed samples of a `read_common` result. The result must contain `progress`."""
     progress = common["progress"]
     consumed = progress["consumed_samples"]
     return Start(progress["iteration"], consumed, consumed - common["scheduler"]["num_steps"])
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:
-    """Settings of an iter_ folder, for one rank and with `changes`; ValueError if missing or damaged."""
+    """An iter_ folder's settings for one rank, with `changes`. ValueError if they are missing or damaged."""
     name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
     if not isinstance(saved, dict):

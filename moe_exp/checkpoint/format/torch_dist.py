@@ -2,9 +2,10 @@
 
 torch.distributed.checkpoint defines the format. A tensor has a key, a shape and a dtype, and is divided into
 chunks (non-overlapping boxes). A chunk is the output of `torch.save` at an offset in a `.distcp`
-file. The pickle `.metadata` stores shapes and offsets. Other objects are one-item lists, also written
-by `torch.save`, under keys such as `rng_state/shard_0.0_1.1`. Megatron adds metadata.json (the name of the
-format) and common.pt (unsharded state); since 0.19, the object `common_state` replaces common.pt.
+file. The pickle `.metadata` stores shapes and offsets. Other objects have keys such as
+`rng_state/shard_0.0_1.1`. Each of these objects is a one-item list, also written by `torch.save`. Megatron
+adds metadata.json (the name of the format) and common.pt (unsharded state). Since Megatron 0.19, the object
+`common_state` replaces common.pt.
 
 No code from files is executed: `.metadata` may use only the format's classes; other files may only use
 tensors and plain values. Reading a chunk checks its CRC-32, which `torch.save` stores and `torch.load`
@@ -68,8 +69,9 @@ class Box(NamedTuple):
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Splits values `start` to `stop` - 1 (in memory order) of a tensor of `shape` into at most 2n - 1 boxes
-    for n axes. Each box is contiguous in memory. Example: `start` 2 and `stop` 10 of shape (4, 3):
+    """Splits the values `start` to `stop` - 1 of a tensor of `shape` into boxes. The values are numbered in
+    memory order. Each box is contiguous in memory. For n axes, there are at most 2n - 1 boxes. Example:
+    `start` 2 and `stop` 10 of shape (4, 3):
 
         . . 0      (0, 2) of size 1 x 1
         1 1 1      (1, 0) of size 2 x 3
@@ -127,7 +129,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Unpickles `.metadata`, allowing only the format's classes; ValueError if it is damaged."""
+    """Unpickles only the format's classes from `.metadata`. Raises ValueError if the file is damaged."""
     path = folder / METADATA
     with _explained(path), regular(path).open("rb") as file:
         metadata = _MetadataUnpickler(file).load()
@@ -152,7 +154,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class Inert:
-    """Copy of an object without its code: only its attributes, or its constructor arguments."""
+    """Copy of an object that keeps only the object's attributes or constructor arguments, but no code."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -238,9 +240,10 @@ class StoredTensor:
 
 
 class CheckpointReader:
-    """Reads an iter_ folder; values are read on request. With `keep_bytes` > 0, the last chunk read is kept
-    in memory, and earlier chunks are kept as long as all of them fit in `keep_bytes`. This helps callers that
-    read a chunk slice by slice.
+    """Reads an iter_ folder; values are read on request.
+
+    If `keep_bytes` > 0, the last chunk read stays in memory, whatever its size. Earlier chunks also stay in
+    memory while the total size is at most `keep_bytes`. This helps callers that read a chunk slice by slice.
     If `checksums` is false, reads are faster but do not check CRC-32s. Raises ValueError if the metadata is
     damaged.
     """
@@ -277,7 +280,7 @@ class CheckpointReader:
         return Chunk(at, tuple(sizes), place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        """Reads a tensor, or a box of it (`offsets`, `sizes`); KeyError if unknown, ValueError if damaged."""
+        """Reads a tensor or its box of shape `sizes` at `offsets`. KeyError: unknown. ValueError: damaged."""
         stored = self.tensors[key]
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
         # Narrows the search by the first axis, since a stacked tensor has thousands of chunks.
@@ -313,7 +316,7 @@ class CheckpointReader:
         return read_common(self.folder)
 
     def read_chunk(self, stored: StoredTensor, chunk: Chunk, *, keep: bool = True) -> Tensor:
-        """Reads a chunk's values. Do not modify the values: they may be cached. ValueError if damaged."""
+        """Reads a chunk. Raises ValueError if it is damaged. Do not modify the values: they may be cached."""
         if chunk in self._kept:
             self._kept.move_to_end(chunk)
             return self._kept[chunk]

@@ -35,7 +35,7 @@ class WrittenFiles:
 
 def write_metadata(folder: Path, written: Iterable[WrittenFiles]) -> dict[str, dict[str, Any]]:
     """Writes `.metadata` for the files of all processes, and metadata.json with the format's name. Returns
-    the manifest entries of all files; ValueError if chunks of a tensor are missing.
+    the manifest entries of all files. Raises ValueError if chunks of a tensor are missing.
     """
     whole = WrittenFiles()
     for one in written:
@@ -61,8 +61,9 @@ class TorchDistWriter(contextlib.AbstractContextManager["TorchDistWriter"]):
     """Writes a checkpoint in chunks: call `add_chunk` and `add_object` in any order, then `finish`.
     Starts a new file when a file reaches `file_bytes`. A `with` block closes the open file on errors.
 
-    If `rank` is given, this is one of several writers. Each writes one file to an existing folder and calls
-    `next_file` instead of `finish`; one process then calls `write_metadata` with the `written` of all ranks.
+    If `rank` is given, this is one of several writers. Each writer writes one file to an existing folder and
+    calls `next_file` instead of `finish`. Then one process calls `write_metadata` with the attribute
+    `written` of every writer.
     """
 
     def __init__(self, folder: Path, *, rank: int | None = None, file_bytes: int = 4 << 30):
@@ -79,7 +80,7 @@ class TorchDistWriter(contextlib.AbstractContextManager["TorchDistWriter"]):
         self._open.__exit__(*error)
 
     def next_file(self) -> None:
-        """Syncs and closes the open file; further chunks go into a new one."""
+        """Syncs and closes the open file; further chunks go into a new file."""
         if self._file is not None:
             self._open.close()
             self.written.entries[self._name] = self._file.entry()
@@ -114,7 +115,7 @@ class TorchDistWriter(contextlib.AbstractContextManager["TorchDistWriter"]):
         self.written.entries[COMMON] = file.entry()
 
     def finish(self, common: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Writes `common` and the metadata; returns and raises the same as `write_metadata`."""
+        """Writes `common` and the metadata. Return value and errors are those of `write_metadata`."""
         self.next_file()
         self.add_common(common)
         return write_metadata(self.folder, [self.written])

@@ -1,5 +1,5 @@
 """Converts checkpoints to Hugging Face folders and chooses the transformers architecture. To save memory, one
-process reads one tensor of one layer at a time; a tensor of experts is read for all experts of the layer.
+process reads one tensor of one layer at a time. Tensors of experts are read for the whole layer at once.
 """
 
 import contextlib
@@ -50,18 +50,18 @@ def to_hf(
     source: Path, target: Path, *, dtype: str | None = None, main_weights: bool = False,
     max_shard_bytes: int = 5 * 10**9, tokenizer: Path | None = None, like: Path | None = None,
 ) -> Exported:  # fmt: skip
-    """Writes the weights of a checkpoint of this package (any parallel layout) to a Hugging Face folder.
+    """Exports a checkpoint of this package, in any parallel layout, to a Hugging Face folder.
 
     Args:
         source: iter_ folder, checkpoints folder or run folder.
         target: folder to create.
-        dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
+        dtype: dtype of the written weights (`fp32`, `bf16` or `fp16`); None: unchanged.
         main_weights: write the optimizer's fp32 main weights, which are more precise than bf16 weights.
         max_shard_bytes: maximum size of the tensors in each file.
         tokenizer: tokenizer folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
-        like: Hugging Face folder that provides generation_config.json, token ids, max_position_embeddings
-            and, if several transformers classes are equivalent to the model, the class to write;
-            None: the folder that the checkpoint, or its run's LOAD_DIR, was converted from.
+        like: Hugging Face folder that provides generation_config.json, token ids and
+            max_position_embeddings. If several transformers classes are equivalent to the model, `like` also
+            selects the class. None: the folder that the checkpoint or its run's LOAD_DIR was converted from.
 
     Raises:
         ValueError: if the checkpoint has no settings, no architecture is equivalent to the model, tensors are
@@ -133,7 +133,7 @@ def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:
 
 
 class _Weights:
-    """Tensors of a checkpoint to export; ValueError if a tensor is missing, unused or misshapen."""
+    """Tensors to export from a checkpoint; raises ValueError if any is missing, unused or misshapen."""
 
     def __init__(
         self, reader: CheckpointReader, planned: list[MappedPiece], *, main: bool, dtype: torch.dtype | None
@@ -182,7 +182,7 @@ class _Weights:
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
     def values(self, piece: MappedPiece) -> Tensor:
-        """Reads a piece's values. Reads a layer's experts at once, as one stored chunk may hold them all."""
+        """Reads a piece's values. Reads all experts of a layer at once, since they may share one chunk."""
         stored = self.stored[piece.key]
         num_axes = len(piece.theirs[0].shape) - (piece.join == "flat") + (piece.expert is not None)
         num_layer_axes = len(piece.shape) - num_axes
@@ -370,8 +370,8 @@ TRAITS: Mapping[str, Trait] = {
 
 
 def choose_architecture(config: Config, preferred: Collection[str] = ()) -> Architecture:
-    """Architecture that is equivalent to the model, preferably one named in `preferred`. If no
-    architecture is equivalent, UnsupportedModel names the settings that prevent the export.
+    """Architecture that is equivalent to the model, preferably one named in `preferred`. Raises
+    UnsupportedModel if no architecture is equivalent; its message names the settings that prevent the export.
     """
     against: dict[str, list[str]] = {}  # settings that each architecture cannot express
     for architecture in sorted(ARCHITECTURES.values(), key=lambda one: one.name not in preferred):
@@ -397,7 +397,7 @@ def choose_architecture(config: Config, preferred: Collection[str] = ()) -> Arch
 
 
 def exports_as(config: Config) -> str | None:
-    """Name of the transformers class to which a model can be exported, or None."""
+    """Name of the transformers class to which a model can be exported; None if there is no such class."""
     try:
         return choose_architecture(config).name
     except UnsupportedModel:

@@ -84,7 +84,7 @@ DEFAULTS = _DEFAULTS_OF_ERNIE | NO_DROPOUT
 
 
 def sized(length: int, groups: int | None = None, epsilon: float = 1e-6, **others: Any) -> dict[str, Any]:
-    """Field defaults with a maximum length, key/value heads (None: one per query head) and norm epsilon."""
+    """DEFAULTS plus the given values; `groups`: number of key/value heads (None: one per query head)."""
     sizes = {"max_position_embeddings": length, "num_key_value_heads": groups, "rms_norm_eps": epsilon}
     return DEFAULTS | sizes | others
 

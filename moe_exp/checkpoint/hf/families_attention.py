@@ -1,6 +1,6 @@
-"""Tables of architectures with at least one of: sliding windows, sinks, layers without rotary embedding,
-nonstandard norms, nonstandard value heads, attention parallel to the MLP. ARCHITECTURES also has those of
-families.py.
+"""Tables of architectures that have sliding windows, sinks, layers without rotary embedding, nonstandard
+norms, nonstandard value heads, or attention parallel to the MLP. ARCHITECTURES also includes the
+architectures in families.py.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ GPT_OSS = Architecture(
 
 
 def _windows_but_every(name: str, *default: int, unused: int) -> FieldRule:
-    """Rule for windows and rotary embedding in all layers except every n-th layer; field `name` holds n."""
+    """Rule for models in which every n-th layer has no window or rotary embedding; field `name` holds n."""
     return rules.windows(
         lambda i, fields: (i + 1) % given(fields, name, *default) != 0, name, rotated=True, unused=unused
     )

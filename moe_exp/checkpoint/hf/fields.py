@@ -44,12 +44,12 @@ class FieldRule:
 def field_rule(
     *names: str, write: Callable[[Config], dict[str, Any]], traits: Traits | None = None
 ) -> Callable[[Callable[[Fields], Settings]], FieldRule]:
-    """Decorator that turns a function that reads fields into the rule for these fields."""
+    """Decorator that builds the FieldRule of the fields `names` from the function that reads them."""
     return lambda read: FieldRule(names, read, write, traits or {})
 
 
 def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
-    """Value of a field, or `default` if it is missing or null; UnsupportedModel if there is no default."""
+    """Value of a field. If the field is missing or null: `default`, or UnsupportedModel without a default."""
     value = fields.get(name)
     if value is not None:
         return value
@@ -60,9 +60,9 @@ def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def same(names: str, setting: str) -> FieldRule:
-    """Rule for a field that means the same as a setting. If there are several names
-    (`num_experts|num_local_experts`), the first is written. With a setting such as `head_dim.kv_channels`,
-    the field is read into head_dim and written from kv_channels.
+    """Rule for a field that means the same as a setting. The field may have several names
+    (`num_experts|num_local_experts`); exports write the first name. `setting` may be a pair such
+    as `head_dim.kv_channels`: the field is read into head_dim and written from kv_channels.
     """
     name, *others = names.split("|")
     target, _, source = setting.partition(".")
@@ -129,14 +129,14 @@ def windows(
     """Rule for sliding windows.
 
     Args:
-        has_window: tells whether the layer at an index has a window, if `sliding_window` is not null and
-            `layer_types` is missing. None: transformers' class ignores `layer_types`, and either all
-            layers have a window or no layer has one.
+        has_window: returns whether the layer with a given index has a window. It is called only if
+            `layer_types` is missing and `sliding_window` is not null. None: transformers' class ignores
+            `layer_types`, and either all layers have a window or no layer has one.
         names: further fields that `has_window` reads.
         switched: whether `use_sliding_window=false` disables windows.
-        rotated: whether rotary embeddings are only in layers with a window and layers for which
-            `also_rotated` is true, if `sliding_window` is not null.
-        unused: value of `sliding_window` for a model without windows, if null is not allowed.
+        rotated: whether a `sliding_window` that is not null limits rotary embeddings to layers with a
+            window and layers for which `also_rotated` returns true.
+        unused: value of `sliding_window` in models without windows, for a class that does not allow null.
     """
 
     def read(fields: Fields) -> Settings:
@@ -258,8 +258,8 @@ def last_layer_is_moe(fields: Fields) -> Settings:
 
 def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> FieldRule:
     """Rule for a field that lists the kind of each layer. If the field is missing, the first
-    `num_dense(fields)` layers are dense; if `num_dense` is None, only the first layer is dense, as in
-    transformers, which ignores first_k_dense_replace (other software does not).
+    `num_dense(fields)` layers are dense. Without `num_dense`, only the first layer is dense: transformers
+    ignores first_k_dense_replace, although other software uses it.
     """
 
     def read(fields: Fields) -> Settings:
@@ -285,7 +285,7 @@ def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> Fi
 
 
 def shared_experts(name: str = "n_shared_experts") -> FieldRule:
-    """Rule for the number of shared experts, which are merged into one expert of their total width."""
+    """Rule for the number of shared experts. The settings merge them into one expert of their total width."""
     return FieldRule(
         (name,),
         lambda f: {"shared_expert_size": given(f, name) * given(f, "moe_intermediate_size")},
@@ -321,8 +321,8 @@ def hunyuan_experts(fields: Fields) -> Settings:
 
 
 def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> FieldRule:
-    """Rule for group-limited top-k in model classes that rank a group by its `best` top experts.
-    `methods`: values of `topk_method` without groups and with groups.
+    """Rule for group-limited top-k. The model class ranks each group by the scores of its top `best` experts.
+    `methods`: value of `topk_method` for models without groups, and its value for models with groups.
     """
 
     def read(fields: Fields) -> Settings:
@@ -368,7 +368,7 @@ SIGMOID_ROUTING = FieldRule(
 
 def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
     """Rule for the coefficients of balancing loss and z-loss. DeepSeek's class computes no loss, so a missing
-    `aux_loss_alpha` means 0; `seq_aux` selects a loss per sequence (true, default) or per batch (false).
+    `aux_loss_alpha` means 0. If `seq_aux` is true (the default), the loss is per sequence, else per batch.
     """
     is_optional = weight == "aux_loss_alpha"
     names = [weight, "router_z_loss_coef", *(("router_aux_loss_coef", "seq_aux") if is_optional else ())]

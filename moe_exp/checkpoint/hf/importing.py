@@ -1,4 +1,4 @@
-"""Converts Hugging Face folders to checkpoints, in one process, with only one tensor in memory at a time."""
+"""Converts Hugging Face folders to checkpoints in one process. Only one tensor at a time is in memory."""
 
 import json
 import logging
@@ -100,12 +100,12 @@ def from_hf(
         target: checkpoints folder to create, with iter_0000000, tokenizer, and settings.env for the next run.
         dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
         drop_mtp: omit the layers for multi-token prediction (MTP_NUM_LAYERS=0).
-        ignore_fields: fields of config.json to ignore even though they are unsupported.
+        ignore_fields: unsupported fields of config.json to ignore.
         origin: where the folder was downloaded from, `hf://OWNER/NAME@COMMIT`; recorded for the export.
 
     Raises:
-        ValueError: if files, tensors or fields are missing, unused or unsupported, or shapes are wrong. An
-            error leaves no files.
+        ValueError: if a file, tensor or field is missing, unused or unsupported, or if a shape is wrong.
+            After an error, no files remain.
     """
     folders.check_target(target)
     folder = ModelFolder(source)
@@ -220,7 +220,7 @@ def settings_of(
 
 
 def _check_counts(folder: ModelFolder) -> None:
-    """Refuses layer or expert counts too large for the folder's tensors; call before generating names."""
+    """Refuses more layers or experts than the folder's tensors allow. Call before generating tensor names."""
     rows = (weight.shape[0] for weight in folder.weights.values() if weight.shape)
     most = max(1024, len(folder.weights), *rows)
     for name in _COUNTS:
@@ -235,7 +235,7 @@ def _check_counts(folder: ModelFolder) -> None:
 def _match(
     folder: ModelFolder, architecture: Architecture, config: Config, predicting: range
 ) -> tuple[_Sources, int]:
-    """Finds the tensors to import, and their total bytes; refuses wrong shapes and unused tensors.
+    """Returns the tensors to import and their total bytes. Refuses wrong shapes and unused tensors.
 
     `predicting`: the multi-token prediction layers, which are skipped if MTP_NUM_LAYERS=0.
     """
@@ -284,7 +284,7 @@ def _match(
 
 
 def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.dtype:
-    """DTYPE for training: `dtype`, or if None the embedding's; tensors to join must then share one dtype."""
+    """DTYPE for training; default: the embedding's. Without `dtype`, tensors to join must share one dtype."""
     if dtype is not None:
         return TORCH_DTYPES[dtype]
     by_key: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""Tables, used in families*.py, that map a layer's transformers tensors to checkpoint tensors."""
+"""Tables for families*.py that map a layer's tensors in transformers to checkpoint tensors."""
 
 from dataclasses import replace
 

@@ -69,7 +69,7 @@ class StoredWeight:
 
 class ModelFolder:
     """Config and weights of a folder; reads tensors on request. Uses the same files as `from_pretrained` in
-    transformers: model.safetensors, or else the files in the index. ValueError if any is absent or damaged.
+    transformers: model.safetensors, else the files in the index. ValueError if a file is missing or damaged.
     """
 
     def __init__(self, path: Path):
@@ -149,7 +149,7 @@ class ModelFolder:
         return packed
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Reads a tensor, or the slice at `index` on the first axis; ValueError if damaged."""
+        """Reads a tensor, or its slice at `index` of the first axis; ValueError if the file is damaged."""
         if name + _BLOCKS in self._packed:
             return unpacked(self.read(name + _BLOCKS, index), self.read(name + _SCALES, index))
         file = (self._packed.get(name) or self.weights[name]).file
@@ -158,7 +158,7 @@ class ModelFolder:
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
-        """Yields an open safetensors file; errors raised while reading it name the file."""
+        """Yields an open safetensors file; if reading fails, raises a ValueError that names the file."""
         path = self.path / file
         try:
             if self._open is None or self._open[0] != file:
@@ -219,9 +219,9 @@ class Entry:
 def write_shards(
     folder: Path, entries: Sequence[Entry], tensors: Iterator[Tensor], advance: Advance, *, max_bytes: int
 ) -> None:
-    """Writes `tensors`, in the order of `entries`, into files of at most `max_bytes`. A larger tensor gets a
-    file of its own. If there are several files, writes an index. Calls `advance` with each
-    tensor's size (bytes).
+    """Writes `tensors`, which are in the order of `entries`, into files of at most `max_bytes`. A larger
+    tensor gets a file of its own. If there are several files, also writes an index. After each tensor,
+    calls `advance` with its size (bytes).
     """
     shards: list[list[Entry]] = [[]]
     num_bytes = 0  # size of the last shard
@@ -270,7 +270,7 @@ def copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copies the tokenizer file(s) that `source` is or contains; returns whether it copied tokenizer.json."""
+    """Copies tokenizer files from `source`, a file or folder; returns whether tokenizer.json was copied."""
     files = {name: source / name for name in TOKENIZER_FILES}
     files = {"tokenizer.json": source} if source.is_file() else files
     found = {name: path for name, path in files.items() if path.is_file()}
@@ -289,7 +289,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """Gives a copied tokenizer the BOS (if any) and EOS tokens used in training; returns their ids."""
+    """Makes a copied tokenizer use the EOS and optional BOS token of the training data; returns their ids."""
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
     named: dict[str, Any] = {} if eod is None else {"eos_token": eod}
@@ -321,7 +321,7 @@ def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
 
 
 def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
-    """Added tokens with ids >= `vocab_size`, in order; ValueError if other tokens have ids in this range."""
+    """Added tokens with ids >= `vocab_size`, ordered by id; ValueError if any other token has such an id."""
     path = folder / "tokenizer.json"
     if not path.is_file() or (size := tokenizers.tokenizer_vocab_size(path)) <= vocab_size:
         return []
@@ -369,7 +369,7 @@ def kept_fields(folder: Path | None) -> dict[str, Any]:
 
 
 def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `trained` without the token ids that `old` already lists in the same field."""
+    """Returns `trained` without the fields for which `old` has a list that already contains the id."""
     lists = {name: ids for name, ids in old.items() if isinstance(ids, list)}
     return {name: index for name, index in trained.items() if index not in lists.get(name, ())}
 
@@ -377,8 +377,8 @@ def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, 
 def write_generation_config(
     folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
 ) -> None:
-    """Copies generation_config.json from `like`, with token ids set from `trained`. If `like` has no such
-    file, writes the token ids in `fields`.
+    """Copies generation_config.json from `like` and sets its token ids from `trained`. If `like` has no such
+    file, writes a new file with the token ids in `fields`.
     """
     if like is not None and (like / GENERATION).is_file():
         old = read_json(like / GENERATION)

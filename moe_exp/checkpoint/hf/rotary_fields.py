@@ -19,9 +19,9 @@ _KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn":
 def rope(
     theta: float, *, fraction: float | None = None, stretches: bool = False, default: Fields | None = None
 ) -> FieldRule:
-    """Rule for the rotary embedding. Default values: `theta` for the base, `fraction` for the rotated
-    fraction of a head (None: only 1 is allowed), `default` for `rope_parameters` if `rope_scaling` is also
-    missing.
+    """Rule for the rotary embedding. `theta` is the default base, and `fraction` the default of the rotated
+    fraction of a head. If `fraction` is None, only 1 is allowed. `default` replaces `rope_parameters` if both
+    `rope_parameters` and `rope_scaling` are missing.
     `stretches`: whether `alpha` scales the base if the type is `dynamic` (Hunyuan).
     """
     whole = fraction is None
@@ -216,7 +216,7 @@ def rope_by_layer(windows: FieldRule, theta: float) -> FieldRule:
 
 
 def rotates(layer: int, fields: Fields) -> bool:
-    """Whether a layer of SmolLM3 has a rotary embedding. 1 in `no_rope_layers` means yes."""
+    """Whether a SmolLM3 layer has a rotary embedding. Despite its name, `no_rope_layers` lists 1 for yes."""
     listed = given(fields, "no_rope_layers", None)
     return bool(listed[layer] if listed else (layer + 1) % given(fields, "no_rope_layer_interval"))
 

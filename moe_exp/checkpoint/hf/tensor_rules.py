@@ -1,11 +1,11 @@
 """Rules that map Hugging Face tensors to checkpoint tensors, and functions that join and split tensors.
 
-Letters are sizes: D hidden, V vocabulary, Q all query heads, K all key heads, W all value heads, O all
-attention outputs (for each query head one, of a value head's size), H one head, h number of query heads, F
-dense MLP, f one expert, S the shared expert, E experts; G is 2f and T is 2S, gate and up together. With
-multi-head latent attention, the rank of compressed queries is A and that of compressed keys is B; R is B plus
-the rotary part of a key; N is all queries; M is all values plus all keys without the rotary part; O is all
-values.
+Letters are sizes: D hidden, V vocabulary, Q all query heads, K all key heads, W all value heads, H one head,
+h number of query heads, O all attention outputs (h times the size of a value head), F dense MLP, f one
+expert, S the shared expert, E number of experts. Gate and up together have size G = 2f or T = 2S. With
+multi-head latent attention, A is the rank of compressed queries and B the rank of compressed keys; R is B
+plus the rotary part of a key; N is all queries; M is all values plus all keys without the rotary part; O is
+all values.
 
 Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours"), all reversible:
 
@@ -152,7 +152,7 @@ def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
 
 
 def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: Config) -> list[Tensor]:
-    """Splits our tensor into Hugging Face tensors, as views if possible; drops padding vocabulary rows."""
+    """Splits our tensor into Hugging Face tensors (views if possible); drops rows that pad the vocabulary."""
     if join == "padded":
         return [ours[: shapes[0][0]]]
     if join == "flat":
@@ -268,8 +268,8 @@ def _pieces_of(
 
 
 def by_expert(piece: MappedPiece) -> Iterator[tuple[MappedPiece, int | None]]:
-    """If the piece's `join` reorders each expert's values (which requires a copy), yields each expert's
-    part of the piece, with the expert's index; otherwise yields the whole piece and None.
+    """Yields the whole piece and None. If its `join` reorders each expert's values (which requires a copy),
+    yields each expert's part of the piece and the expert's index instead.
     """
     if piece.join not in _OF_EXPERTS:
         yield piece, None
@@ -285,7 +285,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def misfits(needed: Shapes, found: Shapes, unused: Sequence[str], of_other_types: Sequence[str] = ()) -> str:
-    """Describes misfits, for example 'missing: a, b; unused: c' (at most five of each kind); '' if none."""
+    """Describes misfits, such as 'missing: a, b; unused: c' (at most five of each kind); '' if all fit."""
     others = []
     for name, shape in needed.items():
         if found.get(name, shape) != shape:

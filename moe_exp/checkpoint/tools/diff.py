@@ -37,7 +37,7 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """Result of `compare`; `settings` and `progress` map differing entries to (value in A, value in B)."""
+    """Result of `compare`; `settings` and `progress` hold differences as {name: (value in A, value in B)}."""
 
     tensors: list[TensorDifference] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
@@ -57,14 +57,14 @@ class Comparison:
         return sorted(differing, key=lambda tensor: -tensor.relative)[:count]
 
     def is_within(self, rtol: float) -> bool:
-        """Whether both checkpoints have the same tensors, with relative differences of at most `rtol`."""
+        """Whether both checkpoints have the same tensors and no relative difference is above `rtol`."""
         same = not (self.only_in_a or self.only_in_b or self.shapes)
         return same and all(tensor.is_equal or tensor.relative <= rtol for tensor in self.tensors)
 
 
 def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
-    """Compares two iter_ folders; differences are relative to `b`. `optimizer` adds the optimizer states,
-    under names such as `exp_avg of NAME`. Raises ValueError if a checkpoint is damaged.
+    """Compares two iter_ folders; differences are relative to `b`. `optimizer`: also compare the optimizer
+    states, named `exp_avg of NAME` for example. Raises ValueError if a checkpoint is damaged.
     """
     readers = [CheckpointReader(folder, keep_bytes=KEEP_BYTES) for folder in (a, b)]
     sides: list[dict[str, LogicalTensor]] = []
@@ -147,7 +147,7 @@ def _differing(
 
 
 def print_comparison(found: Comparison, *, top: int) -> None:
-    """Prints the differences between two checkpoints, at most `top` tensors of each kind."""
+    """Prints the differences between two checkpoints; lists at most `top` tensors per kind of difference."""
     for title, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b)):
         for name in names[:top]:
             print(f"{title}: {name}")

@@ -35,13 +35,13 @@ def chosen(path: Path, iteration: int | None = None) -> Path:
 
 
 def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
-    """Iteration in the checkpoint's state, else in the folder's name; 0 if neither contains an iteration."""
+    """Iteration from the checkpoint's state, else from the folder's name, else 0."""
     own = common.get("progress", {}).get("iteration", common.get("iteration"))
     return int(own) if own is not None else folders.iteration_of(folder)
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Facts about an iter_ folder in display order; unknown facts are None. ValueError if it is damaged."""
+    """Facts about an iter_ folder in display order (None: unknown). ValueError if the folder is damaged."""
     reader, manifest = CheckpointReader(folder), folders.Manifest.read(folder)
     common, weights = reader.common(), naming.logical_tensors(reader)
     config, progress = common.get("config") or {}, common.get("progress") or {}
@@ -115,7 +115,7 @@ def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str,
 
 
 def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
-    """Name, shape, dtype, chunks and bytes of tensors that match a shell pattern; ValueError if none does."""
+    """Tensors that match a shell pattern: name, shape, dtype, chunks, bytes. ValueError without a match."""
     reader = CheckpointReader(folder)
     found = [stored for key, stored in sorted(reader.tensors.items()) if fnmatch.fnmatchcase(key, pattern)]
     if not found:
@@ -131,7 +131,7 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
 
 
 def describe_all(checkpoints: Path) -> list[dict[str, Any]]:
-    """For each checkpoint: iteration, size, state (judged by file sizes), and whether it is the latest."""
+    """Lists checkpoints with iteration, size, state (judged by file sizes) and a flag for the latest."""
     latest, found = folders.latest_iteration(checkpoints), []
     for iteration in iterations(checkpoints):
         folder = folders.iteration_folder(checkpoints, iteration)

@@ -1,12 +1,12 @@
-"""Rewrites a checkpoint in one process: changes key style (see keys.py) or dtype, or keeps only weights.
-Also writes the weighted average of several checkpoints.
+"""Rewrites a checkpoint in one process, to change its key style (see keys.py) or its dtype, or to keep only
+its weights. Also writes the weighted average of several checkpoints.
 
 The new checkpoint has one chunk per layer and expert. Memory holds one new chunk and recent source chunks.
 
 Averaging the last checkpoints of a constant-learning-rate run can replace learning rate decay (Tian et al.
-2025, WSM, arXiv 2507.17634). With weights c_0 ... c_k of checkpoints t_0 ... t_k, the average is t_0 plus all
-later updates, with each update from t_{i-1} to t_i scaled by w_i = c_i + ... + c_k. A decay
-w_1 >= ... >= w_k therefore corresponds to c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
+2025, WSM, arXiv 2507.17634). Let c_0 ... c_k be the weights of checkpoints t_0 ... t_k. Their average is t_0
+plus all later updates; the update from t_{i-1} to t_i is scaled by w_i = c_i + ... + c_k. A decay
+w_1 >= ... >= w_k therefore corresponds to the weights c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
 """
 
 import math
@@ -78,9 +78,10 @@ def reshape(
     source: Path, target: Path, changes: Reshaping, *, keep_bytes: int = naming.KEEP_BYTES,
     values: Tensors | None = None, facts: Mapping[str, Any] | None = None,
 ) -> Written:  # fmt: skip
-    """Atomically writes a changed copy of an iter_ folder to a checkpoints folder. Keeps up to `keep_bytes`
-    of recent source chunks in memory. `values` replace the weights; `facts` are added to the manifest.
-    ValueError if the source is damaged, the changes do not apply, `target` exists, or the disk lacks space.
+    """Atomically writes a changed copy of `source` (an iter_ folder) to `target` (a checkpoints folder).
+    Keeps up to `keep_bytes` of recent source chunks in memory. `values` replace the weights; `facts` are
+    added to the manifest. Raises ValueError if the source is damaged, the changes do not apply, `target`
+    exists, or the disk lacks space.
     """
     folders.check_target(target)
     reader = CheckpointReader(source, keep_bytes=keep_bytes)
@@ -158,7 +159,7 @@ class _Work:
             raise folders.unusable("DTYPE=bf16", rule, "add --weights-only")
 
     def tensors(self) -> Iterator[tuple[str, naming.LogicalTensor, torch.dtype]]:
-        """Yields key prefix, values and new dtype of all weights, then of all optimizer states."""
+        """Yields (key prefix, values, new dtype) of each tensor: all weights, then all optimizer states."""
         main = naming.logical_tensors(self.reader, "param") if self.changes.dtype == "fp32" else {}
         for name, stored in self.weights.items():
             dtype = stored.dtype
@@ -189,7 +190,7 @@ class _Work:
             yield key + suffix, part.reshape((1,) * len(axes) + part.shape), shape, offsets
 
     def _styled(self, key: str, name: str) -> tuple[str, list[tuple[int, int]]]:
-        """Returns a logical tensor's key in the new style, and (index, size) of its layer and expert axes."""
+        """A logical tensor's key in the new style, and (index, size) of each stacked axis: layer, expert."""
         key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
         key = key[:-2] if key.endswith(("_w", "_v")) else key
         (layer, _), expert, axes = naming.layer_of(name), _expert_of(name), []
@@ -241,10 +242,10 @@ def _expert_of(name: str) -> int:
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """Weights of `number` checkpoints, oldest first; they sum to 1. With `uniform` (for linear),
-    `1-sqrt`, `cosine` or `inverse-sqrt` as `name`, the average replaces a learning rate decay of this shape;
-    with `ema`, each weight is `ema_decay` times the next; otherwise, `name` is comma-separated numbers.
-    ValueError if the name is unknown or the numbers are invalid.
+    """Weights of `number` checkpoints, oldest first. The weights sum to 1. If `name` is `1-sqrt`, `cosine`,
+    `inverse-sqrt` or `uniform` (linear), the average replaces a learning rate decay of this shape. With
+    `ema`, each weight is `ema_decay` times the next weight. Otherwise, `name` is comma-separated numbers.
+    Raises ValueError if the name is unknown or the numbers are invalid.
     """
     if name in _DECAYS:
         decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]
@@ -268,7 +269,7 @@ def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]
 
 
 def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
-    """Returns the `last` newest iter_ folders of each path (0: all folders); ValueError for duplicates."""
+    """The `last` newest iter_ folders of each path (0: all). Raises ValueError if a folder occurs twice."""
     if last < 0:
         raise setting_error("last", last, "must not be negative", "use the number of checkpoints to average")
     found: list[Path] = []
@@ -283,10 +284,10 @@ def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
 def average(
     sources: Sequence[Path], target: Path, weights: Sequence[float], *, of_ema: bool = False
 ) -> Written:
-    """Writes the weighted average of `sources` (iter_ folders of any layout, oldest first) as a weights-only
-    checkpoint with the last source's iteration. `of_ema` averages the stored moving averages (EMA_DECAY)
-    instead; the expert bias has no moving average, so its own values are averaged. Raises ValueError if
-    models differ or lack moving averages, and in the same cases as `reshape`.
+    """Writes the weighted average of `sources` as a weights-only checkpoint with the last source's iteration.
+    The sources are iter_ folders of any layout, oldest first. `of_ema` averages the stored moving averages
+    (EMA_DECAY) instead. The expert bias has no moving average, so its own values are averaged. Raises
+    ValueError if models differ or lack needed moving averages, and in the same cases as `reshape`.
     """
     readers = [CheckpointReader(source, keep_bytes=naming.KEEP_BYTES // len(sources)) for source in sources]
     stored = [naming.logical_tensors(reader) for reader in readers]
@@ -343,7 +344,7 @@ class _Averaged(naming.LogicalTensor):
     weights: tuple[float, ...] = ()
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
-        """Reads all values, or the box at `offsets` with `sizes`; rounds the fp64 sum once."""
+        """Reads all values, or the box of shape `sizes` at `offsets`. Sums in fp64 and rounds once."""
         # Integer tensors are not averaged: the last checkpoint's values are used.
         *values, out = [part.read(offsets, sizes).contiguous() for part in self.parts]
         if out.is_floating_point():

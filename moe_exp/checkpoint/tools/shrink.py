@@ -39,7 +39,7 @@ class ShrunkFile:
 
 
 def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bool = True) -> list[Path]:
-    """File `path`, or all matching files in the folder `path`; ValueError if no file matches."""
+    """Lists `path` if it is a file, else all matching files in this folder. ValueError if no file matches."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -57,8 +57,8 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
 
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
-    """Rewrites a torch.save file if the new file is smaller and contains the same values. Writes to `target`,
-    which must not exist, or, if None, replaces the old file. The new file has the old permissions and times.
+    """Rewrites a torch.save file if the new file is smaller and contains the same values. The new file is
+    `target`, which must not exist; without `target`, it replaces `path`. Permissions and times are kept.
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
@@ -97,7 +97,7 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
 
 
 def _write(temporary: Path, loaded: Any, islands: Sequence["_Island"], path: Path) -> str:
-    """Writes the smaller file and reads it back; returns a problem, or an empty string on success."""
+    """Writes the smaller file and reads it back. Returns what went wrong, or an empty string on success."""
     state = path.stat()
     memo: dict[int, Any] = {}
     for island in islands:
@@ -131,7 +131,7 @@ class _Unsupported(ValueError):
 
 
 def _nodes(value: Any, where: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yields key path and value of `value` and its nested items, in order; enters each container once."""
+    """Yields (key path, item) for `value` and all nested items, in order; enters each container once."""
     yield where, value
     seen = set() if seen is None else seen
     if isinstance(value, dict | list | tuple) and id(value) not in seen:
@@ -168,7 +168,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass
 class _Island:
-    """Overlapping views, still shared in the new file. torch.save requires one dtype for all views."""
+    """Overlapping views of one dtype (as torch.save requires). They share a storage in the new file."""
 
     low: int
     high: int
@@ -194,7 +194,7 @@ class _Island:
         return [_Island(*_extent(members[0]), members) for members in views.values()]
 
     def copied(self) -> dict[int, Tensor]:
-        """Compact copies of the tensors, by `id` of the original tensor."""
+        """Maps the `id` of each tensor to a compact copy of the tensor."""
         first = self.members[0]
         if self.num_bytes == first.nbytes and self.is_one_view:
             copy = first.detach().clone()
@@ -250,7 +250,7 @@ def _islands_of(tensors: Sequence[Tensor]) -> Iterator[_Island]:
 
 
 def difference(a: Any, b: Any) -> str:
-    """First difference (in structure, values or tensor sharing) between two loaded files; empty if equal."""
+    """Describes the first difference (structure, values, tensor sharing) of two loaded files; '' if equal."""
 
     def alike(a: Any, b: Any) -> bool:
         # Tensors are compared bit by bit. Containers are skipped, since _nodes also visits their items.

@@ -1,4 +1,4 @@
-"""Attention settings: which tokens a query sees, sinks, soft cap, output gate and backend."""
+"""Attention settings: visible tokens, sinks, soft cap, output gate and backend."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -18,9 +18,9 @@ class AttentionSettings(ModelSettings):
     )
     window_pattern: LayerPattern = model(
         "1",
-        "which layers use SLIDING_WINDOW; n: every n-th layer, starting with the first (gpt-oss: 2); n:m: n "
-        "layers with a window, then m without, and so on; or a list with 1 (window) or 0 for each layer, as "
-        "in MOE_LAYER_FREQ",
+        "which layers use SLIDING_WINDOW: a number (2: every second layer, beginning with the first, as in "
+        "gpt-oss), a ratio (5:1: five layers with a window, then one without, repeated), or a list of 1 "
+        "(window) and 0, as in MOE_LAYER_FREQ",
     )
     rotary_layers: LayersOrWindowed = numerics(
         "1",
@@ -64,19 +64,19 @@ class AttentionSettings(ModelSettings):
 
     @property
     def window_layers(self) -> list[bool]:
-        """Whether each layer has a window. If WINDOW_PATTERN is a list, the result is as long as the list."""
+        """Tells which layers have a window. If WINDOW_PATTERN is a list, the result has its length."""
         return self.layers_in(self.window_pattern) if self.sliding_window else [False] * self.num_layers
 
     @property
     def layers_without_rotary(self) -> list[bool]:
-        """Whether each layer lacks rotary position embedding."""
+        """Tells which layers lack rotary position embedding."""
         if self.rotary_layers == "windowed":
             return [not has_window for has_window in self.window_layers]
         return [not is_in for is_in in self.layers_in(self.rotary_layers)]
 
     @property
     def sink_layers(self) -> list[bool]:
-        """Whether each layer has attention sinks."""
+        """Tells which layers have attention sinks."""
         windowed, which = self.window_layers, self.attention_sinks
         return windowed if which == "windowed" else [which == "all"] * len(windowed)
 

@@ -119,7 +119,7 @@ class DataSettings(OptimizerSettings):
 
     @property
     def context_stripes(self) -> int:
-        """Number of equal stripes that a sequence is cut into; each is split over all context-parallel
+        """Number of equal stripes that a sequence is cut into. Each stripe is split over all context-parallel
         ranks. With DOCUMENT_MASK, several stripes balance the ranks' attention work.
         """
         wanted = (4, 2) if self.document_mask and self.cp > 1 else ()
@@ -127,14 +127,14 @@ class DataSettings(OptimizerSettings):
 
     @property
     def split_shares(self) -> list[float]:
-        """SPLIT as a list of numbers; [] if there are more than three numbers or the training share is 0."""
+        """Numbers in SPLIT. The list is empty if SPLIT has over three numbers or the training share is 0."""
         shares = [float(share) for share in self.split.split(",") if share]
         return shares if len(shares) <= 3 and any(shares[:1]) else []
 
     @property
     def stages(self) -> list[DataStage]:
         """The initial stage (TRAIN_DATA and SEQ_LEN), then the stages in DATA_STAGES. In this
-        list, a stage with from_tokens may start inside a batch; `with_stage_begins` moves its start.
+        list, a stage with from_tokens may start inside a batch. `with_stage_begins` moves such stages.
         """
         stages = [DataStage(0, self.train_data, self.seq_len)]
         for given in self._given_stages:
@@ -168,9 +168,9 @@ class DataSettings(OptimizerSettings):
         return json.dumps(changed) if changed else ""
 
     def microbatch_samples(self, seq_len: int) -> int:
-        """Micro-batch size, in samples of SEQ_LEN tokens, of a stage with samples of `seq_len` tokens.
+        """Micro-batch size of a stage with `seq_len` tokens per sample, counted in samples of SEQ_LEN tokens.
 
-        It is MBSZ, but at least one sample of the stage (seq_len / SEQ_LEN).
+        It is MBSZ, or seq_len / SEQ_LEN (one sample of the stage) if that is larger.
         """
         return max(self.mbsz, seq_len // self.seq_len)
 
@@ -180,7 +180,7 @@ class DataSettings(OptimizerSettings):
     ) -> tuple[_Settings, list[str]]:  # fmt: skip
         """Moves stages with from_tokens to a batch start; returns new settings and a message per moved stage.
 
-        `consumed`, `skipped`: see `stage_begin_problems`. Stages that have begun (`begun`) keep their start.
+        `consumed`, `skipped`: see `stage_begin_problems`. `begun`: stages that have begun and do not move.
         """
         given, lines = self._given_stages, []
         for number, (stage, found) in enumerate(zip(given, self.stages[1:], strict=True), 1):

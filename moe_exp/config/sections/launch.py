@@ -1,8 +1,8 @@
 """Launch settings, and the base class of all sections.
 
 The section classes inherit from each other in the order of `--help`, from LaunchSettings to `config.Config`;
-pydantic keeps that order of fields. Methods may use the fields of their own section and of earlier ones, so a
-rule that spans several sections belongs in the last of them. Rules about the machine are in
+pydantic keeps the fields in that order. A method may use fields of its own section and of earlier sections,
+so a rule about several sections belongs in the last of these sections. Rules about the machine are in
 launch/machine_checks.py.
 """
 
@@ -65,7 +65,7 @@ class LaunchSettings(BaseModel):
         return self.master_port or (23456 if self.nnodes > 1 else 0)
 
     def problems(self) -> Iterator[str]:
-        """Yields a line (name, value, rule, fix) for each machine-independent rule that the settings break.
+        """Yields an error line (name, value, rule, fix) for each broken rule that is not about the machine.
         Values that are invalid on their own are rejected when the object is created.
         """
         yield from self.node_rank_problems()
@@ -82,7 +82,7 @@ class LaunchSettings(BaseModel):
         return problem(name, as_given(getattr(self, name)), rule, fix)
 
     def broken(self, *rules: tuple[object, str, str, str]) -> Iterator[str]:
-        """Yields an error line for each broken rule; each argument is (is broken, setting, rule, fix)."""
+        """Yields an error line for each broken rule; an argument holds (is_broken, name, rule, fix)."""
         return (self.problem(name, rule, fix) for is_broken, name, rule, fix in rules if is_broken)
 
     def must_divide(self, name: str, whole_name: str, whole: int) -> Iterator[str]:

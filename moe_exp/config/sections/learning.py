@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class RampStep(NamedTuple):
-    """`num_iterations` consecutive iterations of `batch_size` samples each, `samples` in total."""
+    """`num_iterations` consecutive iterations of `batch_size` samples each; `samples` is the total."""
 
     batch_size: int
     num_iterations: int
@@ -37,9 +37,9 @@ class RampStep(NamedTuple):
 class Batches(NamedTuple):
     """Batch sizes of a run (`config.batches`), as with --rampup-batch-size in Megatron-LM.
 
-    RAMPUP_BATCH_SIZE is START INCREMENT SAMPLES. SAMPLES is divided equally among n = (GBSZ - START) /
+    RAMPUP_BATCH_SIZE is "START INCREMENT SAMPLES". SAMPLES is divided equally among n = (GBSZ - START) /
     INCREMENT steps, so after c samples the batch size is START + floor(c / (SAMPLES / n)) * INCREMENT.
-    Since version 0.18, Megatron-Core has no calculator for such ramp-ups.
+    Megatron-Core 0.18 and later versions have no calculator for such ramp-ups.
     """
 
     gbsz: int
@@ -47,7 +47,7 @@ class Batches(NamedTuple):
     train_iters: int
 
     def size_at(self, consumed_samples: int) -> int:
-        """Batch size of the next iteration after `consumed_samples`."""
+        """Batch size of the iteration that begins after `consumed_samples` samples."""
         if self.rampup is None:
             return self.gbsz
         start, increment, samples = self.rampup
@@ -59,9 +59,9 @@ class Batches(NamedTuple):
     def steps(
         self, num_samples: int | None = None, consumed: int = 0, iterations: int | None = None
     ) -> list[RampStep]:
-        """Iterations at each batch size after `consumed` samples, in order; unused sizes are omitted.
+        """Steps after `consumed` samples, in order; batch sizes that no iteration uses are omitted.
 
-        If `num_samples` is given, the last iteration reaches this total of consumed samples; otherwise, the
+        If `num_samples` is given, the steps end when the total of consumed samples reaches it. Otherwise, the
         steps cover `iterations` iterations (default: TRAIN_ITERS).
         """
         found, left = [], self.train_iters if iterations is None else iterations
@@ -151,7 +151,7 @@ class LearningSettings(ParallelSettings):
         return Batches(self.gbsz, self.rampup, self.train_iters)
 
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
-        """MTP_LOSS_COEFF after `consumed_samples`; its schedule's iterations are GBSZ samples, like LR's."""
+        """MTP_LOSS_COEFF after `consumed_samples`. As for LR, its schedule has iterations of GBSZ samples."""
         batches, last = consumed_samples / self.gbsz, self.decay_end
         pieces = parsers.value_pieces(str(self.mtp_loss_coeff))
         return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))
@@ -180,8 +180,9 @@ class LearningSettings(ParallelSettings):
     def pieces(self) -> list[Piece]:
         """Pieces of the schedule after the warm-up, in order; at least one if the settings are valid.
 
-        The first piece begins at the end of the warm-up. As in Megatron, the warm-up replaces
-        the start of a final decay that overlaps it. Raises ValueError for an unsupported LR_DECAY_STYLE.
+        The first piece begins at the end of the warm-up. If a final decay begins during
+        the warm-up, the warm-up replaces that part of the decay, as in Megatron. Raises ValueError for an
+        unsupported LR_DECAY_STYLE.
         """
         pieces, start = [], self.warmup_iters
         for style, end, target in self._pieces_in_iterations():
@@ -260,7 +261,7 @@ class LearningSettings(ParallelSettings):
         return ""
 
     def _schedule_problems(self, decay_name: str) -> Iterator[str]:
-        """Checks the tokens per micro-batch, LR, MIN_LR, LR_DECAY_STYLE, and the schedule's iterations."""
+        """Checks the learning-rate settings and the number of tokens per micro-batch."""
         decay, style = self.decay_end, self.lr_decay_style
         slots = self.mbsz * self.seq_len * self.topk
         tokens = self.seq_len * self.mbsz // (self.cp * self.tp)
@@ -316,7 +317,7 @@ class LearningSettings(ParallelSettings):
             before, what = end, "the previous decay"
 
     def _composed_problems(self, decay_name: str) -> Iterator[str]:
-        """Checks that the pieces are in order, from the end of the warm-up to the end of the schedule."""
+        """Checks that the pieces end in ascending order, after the warm-up and within the schedule."""
         pieces = self.pieces
         before, what = self.warmup_iters, "the warm-up"
         for number, piece in enumerate(pieces, 1):

@@ -172,12 +172,12 @@ class ModelSettings(LaunchSettings):
 
     @property
     def rope_seq_len(self) -> int:
-        """ROPE_ORIGINAL_SEQ_LEN; if that is 0, the default for this ROPE_SCALING."""
+        """The setting ROPE_ORIGINAL_SEQ_LEN. If it is 0, the default for the method in ROPE_SCALING."""
         return self.rope_original_seq_len or (8192 if self.rope_scaling == "llama3" else 4096)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding, including padding."""
         # Megatron pads to a multiple of 128*TP; without TP here, it does not change the model.
         return -(-self.vocab_size // 128) * 128
 
@@ -268,8 +268,8 @@ class ModelSettings(LaunchSettings):
         yield from self.without_effect("rope_scaling", names, "yarn")
 
     def without_effect(self, switch: str, names: Sequence[str], needed: str = "") -> Iterator[str]:
-        """Yields an error line for each setting in `names` that is set without effect: it differs from its
-        default, but the setting `switch` is not `needed` (empty: it is 0 or none).
+        """Yields an error line for each setting in `names` that differs from its default but has no effect.
+        For an effect, setting `switch` must be `needed`; if `needed` is empty, anything but 0 and none.
         """
         value, switch = as_given(getattr(self, switch)), switch.upper()
         if value == needed if needed else value not in ("0", "none"):
@@ -281,13 +281,13 @@ class ModelSettings(LaunchSettings):
                 yield self.problem(name, f"has no effect while {switch}={value}", fix)
 
     def layers_in(self, pattern: str, first: int = 0) -> list[bool]:
-        """Whether each layer is chosen by `pattern`; layers before `first` are never chosen. If `pattern`
-        is a list of zeros and ones, the result is as long as this list.
+        """Tells which layers `pattern` chooses; never chooses layers before `first`. If `pattern` is a list
+        of zeros and ones, the result is as long as that list.
         """
         return list(layers_of_pattern(pattern, self.num_layers, first))
 
     def pattern_problems(self, name: str, layers: Sequence[bool]) -> Iterator[str]:
-        """Yields an error line if `layers`, the value of setting `name`, does not have NUM_LAYERS entries."""
+        """Yields an error line unless `layers` has NUM_LAYERS entries; `layers` comes from setting `name`."""
         if len(layers) != self.num_layers:
             rule = f"has {len(layers)} layers, but NUM_LAYERS={self.num_layers}"
             fix = f"give a number, n:m, or a pattern of {self.num_layers} zeros and ones"

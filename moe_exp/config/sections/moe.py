@@ -15,7 +15,7 @@ from moe_exp.config.traits import experts, model
 
 
 class ExpertSettings(RouterSettings):
-    """Settings of the section Mixture of experts: MOE_TYPE and those after it."""
+    """Settings of the section Mixture of experts, from MOE_TYPE on."""
 
     moe_type: Literal["moe", "dmoe"] = experts(
         "dmoe", "type of the MoE layers; moe: experts drop tokens above their capacity; dmoe: dropless"
@@ -23,8 +23,9 @@ class ExpertSettings(RouterSettings):
     moe_ffn_hidden_size: OptionalWidth = experts(0, "width of each routed expert; 0: FFN_HIDDEN_SIZE")
     moe_layer_freq: LayerPattern = experts(
         "1",
-        "which layers are MoE; a number n: every n-th layer; a ratio n:m: n MoE, m dense, n MoE, and so on; "
-        "a list: 1 for each MoE layer and 0 for each dense layer, such as '[0]*3+[1]*21' or '0,1,1,1'",
+        "which layers are MoE: a number (2: every second layer, beginning with the first), a ratio (1:3: one "
+        "MoE layer, then three dense layers, repeated), or a list of 1 (MoE) and 0 (dense), such as "
+        "'[0]*3+[1]*21' or '0,1,1,1'",
     )
     first_k_dense: NonNegative = experts(0, "number of dense layers at the start of the model")
     shared_expert_size: OptionalWidth = experts(
@@ -113,14 +114,14 @@ class ExpertSettings(RouterSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Whether each layer is an MoE layer. If MOE_LAYER_FREQ is a list, the result is equally long."""
+        """For each layer, whether it is MoE. If MOE_LAYER_FREQ is a list, the result has its length."""
         if not self.use_moe:
             return [False] * self.num_layers
         return self.layers_in(self.moe_layer_freq, self.first_k_dense)
 
     @property
     def all_moe_layers(self) -> list[bool]:
-        """`moe_layers`, then one copy of the last layer's flag per multi-token prediction layer."""
+        """`moe_layers`, then the value of the last layer again for each multi-token prediction layer."""
         return self.moe_layers + self.moe_layers[-1:] * self.mtp_num_layers
 
     @property
@@ -208,7 +209,7 @@ class ExpertSettings(RouterSettings):
         )  # fmt: skip
 
     def _upcycling_problems(self) -> Iterator[str]:
-        """Checks that the upcycled model's initial outputs equal those of the dense model."""
+        """Checks that upcycling does not change the outputs of the dense model."""
         if not self.upcycle_from:
             if self.upcycle_granularity > 1:
                 fix = "set UPCYCLE_FROM, or UPCYCLE_GRANULARITY=1"

@@ -73,7 +73,7 @@ class OutputSettings(DataSettings):
 
     @property
     def name(self) -> str:
-        """RUN_NAME, or a name built from the settings that checkpoints depend on."""
+        """RUN_NAME if set, otherwise a name built from the settings that checkpoints depend on."""
         if self.run_name:
             return self.run_name
         name = f"moe_{str(self.use_moe).lower()}"

@@ -77,7 +77,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """Modules that backward recomputes (RECOMPUTE_MODULES or RECOMPUTE); `moe` means whole MoE layers."""
+        """Modules that are recomputed (RECOMPUTE_MODULES or RECOMPUTE); `moe` stands for whole MoE layers."""
         if self.recompute in ("none", "full"):
             # a dense run in a comparison ignores the modules of MoE layers
             ignored = {""} if self.use_moe else {"", *RECOMPUTED_IN_MOE}
@@ -93,7 +93,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def needs_own_layers(self) -> bool:
-        """Whether Transformer Engine's layers, which fuse norms with the next projection, cannot be used."""
+        """Whether Transformer Engine's layers cannot be used (they fuse norms with the next projection)."""
         return (
             "norm" in self.recomputed
             or (self.norm_placement, self.norm_bias, self.qk_norm_epsilon) != ("pre", True, 0)
@@ -107,7 +107,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def stage_layers(self) -> list[int]:
-        """Number of layers in each pipeline stage, in all model chunks of the stage together."""
+        """Number of layers in each pipeline stage, summed over the stage's model chunks."""
         if self.pipeline_layers:
             return [layers for layers, times in stage_terms(self.pipeline_layers) for _ in range(times)]
         first, last = self.first_stage_layers, self.last_stage_layers
@@ -286,8 +286,9 @@ class ParallelSettings(ExpertSettings):
         )  # fmt: skip
 
     def _given_end_problems(self) -> Iterator[str]:
-        """Checks that the layers left by FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS divide equally among the
-        other stages, with at least one layer in each of these.
+        """Checks FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS.
+
+        The remaining layers must divide equally among the other stages, and no stage may be empty.
         """
         given = [name for name in ("first_stage_layers", "last_stage_layers") if getattr(self, name)]
         layers = [getattr(self, name) for name in given]
@@ -305,7 +306,7 @@ class ParallelSettings(ExpertSettings):
             yield self.problem(given[0], rule, f"{fix}, or set PIPELINE_LAYERS")
 
     def _chunk_problems(self, vpp: int) -> Iterator[str]:
-        """Checks that all model chunks of a stage have the same number of layers, at least one."""
+        """Checks that all model chunks of a stage have equally many layers and that no chunk is empty."""
         if self.pp == 1:
             fix = "set VPP=none, or set PP to at least 2"
             yield self.problem("vpp", "requires several pipeline stages, but PP=1", fix)
@@ -321,7 +322,7 @@ class ParallelSettings(ExpertSettings):
                 yield self.problem("vpp", f"must divide the {odd} layers of a stage ({over})", fix)
             if 0 in self.stage_layers:
                 fix = "set VPP=none, or assign layers to every stage of PIPELINE_LAYERS"
-                yield self.problem("vpp", "requires layers in every stage", fix)
+                yield self.problem("vpp", "requires that no pipeline stage is empty", fix)
         elif self.num_layers % self.pp == 0:
             yield from self.must_divide("vpp", "NUM_LAYERS/PP", self.num_layers // self.pp)
 

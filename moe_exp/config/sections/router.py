@@ -1,4 +1,4 @@
-"""Settings of a single router (`RouterConfig`, passed to layers) and of all routers of a run, with checks."""
+"""Settings of routers, with checks: `RouterConfig` for a single router, `RouterSettings` for a run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -28,38 +28,40 @@ class RouterRules:
         num_experts: number of experts E; null experts are not counted.
         topk: number of experts per token (K).
         score: `softmax`, `sigmoid` (DeepSeek-V3), `sqrtsoftplus` (square root of softplus) or `relu` (ReMoE,
-            arXiv:2412.14711). With `relu`, a token uses the experts with positive logits, and the logits
-            are their weights; the loss `l1` adjusts the mean number of these experts to K.
-        top_p: a token uses the fewest of its K experts whose scores add up to this fraction; 1: all K.
-        num_null_experts: number of experts that compute nothing, besides the E experts. A token routed to a
-            null expert uses one real expert fewer. Null experts are balanced like other experts.
+            arXiv:2412.14711). With `relu`, a token uses every expert whose logit is positive, and this
+            logit is the expert's weight. The loss `l1` adjusts the mean number of experts per token to K.
+        top_p: of its K experts, a token uses the fewest whose scores add up to this fraction; 1: all K.
+        num_null_experts: number of experts that compute nothing, besides the E experts. For each
+            null expert that a token chooses, it uses one real expert fewer. Null experts are balanced like
+            other experts.
         pre_softmax: apply the softmax to all experts before top-k (Switch, OLMoE); False: only to the chosen
             K (Mixtral).
-        normalize: divide the chosen weights by their sum. None: follow the literature, that is, True for
-            sigmoid and sqrtsoftplus if K > 1, and False for softmax. True with softmax is Qwen3's
+        normalize: divide the chosen weights by their sum. None: as in the literature, True for sigmoid
+            and sqrtsoftplus if K > 1, otherwise False. For softmax, True has the effect of Qwen3's
             `norm_topk_prob`.
         scaling_factor: the weights are multiplied by this factor after normalization.
         num_groups: number of expert groups for group-limited top-k; 0: none.
         group_topk: number of groups that a token may use.
-        group_best: groups are ranked by the sum of this many of their highest scores; 0: K / group_topk.
+        group_best: groups are ranked by the sum of their `group_best` highest scores; 0: K / group_topk.
         bias: learn a bias per expert, added to the logits (`add_bias_linear` of a TransformerConfig,
             ADD_BIAS_LINEAR).
-        expert_bias: keep a bias per expert that is added to the scores when experts are chosen, but not to
-            the weights (on if ROUTER_BIAS_UPDATE_RATE is above 0 or ROUTER_BIAS_RULE=quantile).
+        expert_bias: keep a bias per expert and add it to the scores when choosing experts. The weights do not
+            include it. In a run, True if ROUTER_BIAS_UPDATE_RATE is above 0 or ROUTER_BIAS_RULE=quantile.
         bias_rule: how to set the expert bias after a batch (ROUTER_BIAS_RULE): `sign` changes it by one
             step, so that the load moves towards the mean; `quantile` sets it to the value that would have
             balanced the batch (router/balance.py).
         bias_update_rate: step size of the rule `sign` (ROUTER_BIAS_UPDATE_RATE).
         global_fractions: store each expert's share of the tokens of the last global batch, for the loss
             `global_aux_loss`.
-        dtype: `fp32` or `fp64`, for logits, scores and weights regardless of the input dtype.
+        dtype: dtype of logits, scores and weights, whatever the input dtype: `fp32` or `fp64`.
         jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
         assignment: how experts are chosen: `topk` or `sinkhorn` (AUX_LOSS_TYPE=sinkhorn); for benchmarks,
             `balanced` or `zipf` (FORCE_ROUTING), which ignore the scores.
         zipf_exponent: with `zipf`, expert e is chosen in proportion to (e + 1)^-exponent.
         use_kernels: True: use Triton kernels to route, drop and order rows; False: use plain PyTorch; None:
-            use the kernels on CUDA devices that support them. On a CPU, True is only for tests: with
-            TRITON_INTERPRET=1 Triton's interpreter runs the kernels; else, equivalent PyTorch code runs.
+            use the kernels on CUDA devices that support them. On a CPU, True is only for tests: if
+            TRITON_INTERPRET=1 is set, Triton's interpreter runs the kernels; otherwise, equivalent PyTorch
+            code runs.
     """
 
     hidden_size: int
@@ -202,7 +204,7 @@ class RouterRules:
 
     @property
     def has_free_number(self) -> bool:
-        """Whether a token's scores decide how many experts it uses: at most K (with ReLU, K on average)."""
+        """Whether the scores decide how many experts a token uses (at most K; with ReLU, K on average)."""
         return self._uses_positive or self.top_p < 1
 
     @property
@@ -337,7 +339,7 @@ class RouterSettings(AttentionSettings):
 
     @property
     def balancing_losses(self) -> dict[str, float]:
-        """Weight of each load-balancing loss; if there are too few weights, the last one is repeated."""
+        """Weight of each load-balancing loss; a single weight in AUX_LOSS_COEFF applies to all losses."""
         kinds = [kind for kind in self.aux_loss_type.split(",") if kind not in NO_LOSS]
         coeffs = [float(coeff) for coeff in self.aux_loss_coeff.split(",")]
         return dict(zip(kinds, coeffs + coeffs[-1:] * len(kinds), strict=False))

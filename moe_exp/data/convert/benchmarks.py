@@ -99,8 +99,8 @@ def contamination_block(index_folder: Path) -> Any:
 
 
 def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> dict[str, Any]:
-    """Writes the benchmarks' n-grams, one file per task, like datatrove's indexer, but without lighteval.
-    Keeps an existing index: conversion tasks may be reading it, and building one may need the network.
+    """Writes one file of n-grams per task, in the format of datatrove's indexer. Does not need lighteval.
+    Keeps an existing index: conversion tasks may be reading it, and building an index may need the network.
 
     Returns:
         The totals `num_texts`, `num_ngrams` and `num_short` (texts of fewer than NGRAM_WORDS words, which
@@ -146,7 +146,7 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
 
 
 def benchmarks_of(given: str | Path | Sequence[str | Path]) -> tuple[Benchmark, ...]:
-    """Benchmarks named in a setting; ValueError if a file does not exist or is given twice."""
+    """Benchmarks named in a setting; ValueError if a file does not exist or a benchmark is given twice."""
     names = [str(one) for one in ([given] if isinstance(given, str | Path) else given)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise input_error(f"decontaminate={twice[0]}", "is given twice", "give it once")

@@ -1,9 +1,9 @@
 """Converts data files to JSONL chunks, with optional filters and deduplication. Fails if documents are lost.
 
-Each task of the datatrove pipeline reads every num_tasks-th input file; task 3, for example, writes
-`OUTPUT/NAME.chunk.00003.jsonl`. `OUTPUT/datatrove/` contains datatrove's own files (completions, logs,
-stats, executor.json) and the folder counts/ with a file per task. An interrupted conversion can only be
-resumed with the same files and number of tasks.
+Each task of the datatrove pipeline reads every num_tasks-th input file and writes one chunk, such as
+`OUTPUT/NAME.chunk.00003.jsonl` for task 3. `OUTPUT/datatrove/` contains datatrove's own files (completions,
+logs, stats, executor.json) and the folder counts/ with a file per task. An interrupted conversion can only
+be resumed with the same files and number of tasks.
 """
 
 import glob
@@ -37,7 +37,7 @@ _MOST_FINDERS = 64  # each opens a file of every task
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Settings of a conversion. It fails if a document lacks a metadata field that a filter needs.
+    """Settings of a conversion, which fails if a document lacks a metadata field that a filter needs.
 
     `dedup` keeps one copy of each text; its metadata field `duplicate_count` counts the removed copies.
     `decontaminate` drops documents that share 12 consecutive words with a text of the given benchmarks.
@@ -103,8 +103,8 @@ def convert(
         start_over: discard the results of earlier calls.
 
     Returns:
-        The manifest; None while SLURM jobs are active. In that case, repeat the call later: it reports the
-        jobs' progress and publishes the output if the last job has not done so.
+        The manifest; None while SLURM jobs are active. A later call then reports the
+        jobs' progress, and publishes the output if the last job has not done so.
 
     Raises:
         ValueError: settings are invalid or differ from those of an existing output; an input or benchmark is

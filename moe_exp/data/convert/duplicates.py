@@ -1,7 +1,7 @@
-"""Removes duplicates with datatrove: finds them in several passes, then filters out all but one of each set.
+"""Removes duplicates with datatrove: finds sets of duplicates in several passes, then keeps one of each set.
 
-Exact duplicates are found by a hash of the text, near-duplicates by MinHash in three passes: signatures,
-pairs, clusters. If the word n-grams of two texts have the Jaccard similarity s, the texts become a pair with
+A hash of the text finds exact duplicates. MinHash finds near-duplicates in three passes: signatures, pairs,
+clusters. If the word n-grams of two texts have the Jaccard similarity s, the texts become a pair with
 probability 1 - (1 - s^rows)^buckets, where each bucket has `rows` hashes (Broder 1997; Leskovec, Rajaraman,
 Ullman, Mining of Massive Datasets, 3.4). Each cluster keeps its longest text; if several are equally long, it
 keeps the one with the smallest hash. The result thus depends only on the documents, not on the number of
@@ -95,7 +95,7 @@ class NearDuplicates:
 
 
 def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | None:
-    """Parses the value of near_dedup from a command line or YAML file; ValueError if it is invalid."""
+    """Parses the option near_dedup of a command line or YAML file; ValueError if it is invalid."""
     if given is None:
         return None
     options: Any = given
@@ -133,7 +133,7 @@ def sign_near_duplicates(how: NearDuplicates, folder: str, data: Any, rank: int,
 
 
 def _in_parts(signature: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes `signature` work in chunks to save memory: datatrove keeps the hashes of all shingles at once."""
+    """Makes `signature` work in chunks, because datatrove keeps the hashes of all shingles in memory."""
 
     def in_parts(shingles: Any) -> Any:
         starts = range(0, len(shingles), _SHINGLES_AT_ONCE)
@@ -145,7 +145,7 @@ def _in_parts(signature: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
-    """Second pass, with one task per bucket: runs MinhashDedupBuckets."""
+    """Second pass: MinhashDedupBuckets, with one task per bucket."""
     from datatrove.pipeline.dedup import MinhashDedupBuckets
 
     folders = f"{folder}/signatures", f"{folder}/pairs"
@@ -153,7 +153,7 @@ def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
 
 
 def cluster_near_duplicates(folder: str, num_tasks: int, *_: Any) -> Any:
-    """Third pass, with one task: writes the lists of documents that MinhashDedupFilter will remove."""
+    """Third pass, in a single task: writes lists of the documents that MinhashDedupFilter will remove."""
     files = sorted(Path(folder, "pairs").iterdir())
     pairs = np.concatenate([np.fromfile(path, "<u4") for path in files]).reshape(-1, 2).astype(np.uint64)
     # np.unique is much faster for numbers than for rows: join (task, position) in one number
@@ -216,7 +216,7 @@ def near_filter(folder: str) -> Any:
 
 @dataclass
 class NearDuplicateFilter(Filter):
-    """Filter that runs `near_filter`; its samples show removed documents next to the kept one."""
+    """Filter that runs `near_filter`. Its samples show each kept document next to removed ones."""
 
     folder: str
 

@@ -1,4 +1,4 @@
-"""Filters that count and hash the documents they drop or change, and record reasons and samples.
+"""Document filters that record what they drop or change: counts, hashes, reasons and samples.
 
 Each filter runs a datatrove block. The counts of reader, filters and writer must add up (`Counts.check`).
 Users select a filter by its name and options, or give a function in a file:
@@ -108,7 +108,7 @@ class Counts(Counted):
     samples: list[dict[str, Any]] = field(default_factory=list)  # some of the dropped documents
 
     def check(self, who: str) -> None:
-        """Raises ValueError unless the texts dropped and written (edits undone) add up to the texts read."""
+        """Raises ValueError unless the originals of dropped and written texts add up to the texts read."""
         # an edited document enters as its old text and leaves as its new one
         before = reduce(iadd, (self.read, *(new for _, new in self.edited.values())), Tally())
         old = (tally for tally, _ in self.edited.values())
@@ -136,7 +136,7 @@ class Counts(Counted):
         return self
 
     def then(self, following: "Counts") -> "Counts":
-        """Combines counts of two passes; raises ValueError if the second did not read the first's output."""
+        """Combines counts of two passes; ValueError if pass 2 did not read the output of pass 1."""
         for what in TALLIED:
             if getattr(self.written, what) != getattr(following.read, what):
                 rule = "differs between the output of a pass and the input of the next"
@@ -156,7 +156,7 @@ def filter_by(keeps: Callable[[Any], Any]) -> Any:
 def has_field(
     document: Any, field: str, *, allowed: Sequence[str] | None = None, minimum: float | None = None
 ) -> bool:
-    """Whether a metadata field is one of the `allowed` values or, without `allowed`, at least `minimum`."""
+    """Whether a metadata field is in `allowed`; if `allowed` is None, whether it is at least `minimum`."""
     value, fix = document.metadata.get(field), "omit this filter"
     if value is None:
         raise input_error(field, f"document {document.id} has no field {field!r}", fix)
@@ -173,7 +173,7 @@ def has_length(document: Any, min_chars: int, max_chars: int | None) -> bool:
 
 
 def filters_of(settings: Any) -> list[Filter]:
-    """The filters for `ConvertSettings`: filters on fields and length come first, then the named filters."""
+    """Filters from `ConvertSettings`: first the filters on fields and length, then the named filters."""
     rules: dict[str, Callable[[Any], Any]] = {}
     if settings.languages:
         rules["language"] = partial(has_field, field="language", allowed=list(settings.languages))
@@ -227,7 +227,7 @@ class NamedFilter:
     """A filter that users select by name.
 
     `options` are arguments of the datatrove block. The filter `language` has the options languages, threshold
-    (default: 0.65) and model. The last is a fastText model file; without it, py3langid is used.
+    (default: 0.65) and model (a fastText model file). Without a model, py3langid is used.
     """
 
     name: str  # one of `NAMES`
@@ -256,7 +256,7 @@ class NamedFilter:
         return chosen
 
     def facts(self) -> dict[str, Any]:
-        """Returns everything that the filter's decisions depend on, to be stored in a manifest."""
+        """Name, options and files on which the filter's decisions depend, as stored in a manifest."""
         facts = {"name": self.name, "options": self.options}
         files = [self.name.rpartition(":")[0]] if ".py:" in self.name else []
         files += [str(self.options["model"])] if "model" in self.options else []

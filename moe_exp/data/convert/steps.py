@@ -1,4 +1,4 @@
-"""First and last steps of a datatrove pipeline: a reader and a writer whose counts reveal lost documents.
+"""First step (reader) and last step (writer) of a datatrove pipeline. Their counts reveal lost documents.
 
 A datatrove step is any callable that takes documents, rank and world size. These steps, and the filters
 between them, are plain classes that can be pickled; they create datatrove's own objects only in the
@@ -24,7 +24,7 @@ from moe_exp.host.files import ending, file_hash, write_json
 
 @dataclass
 class ReadFiles:
-    """First step: reads every `num_tasks`-th file and applies the rules of `moe_exp.data.documents`.
+    """First step: each task reads every `num_tasks`-th file by the rules of `moe_exp.data.documents`.
 
     Columns or fields other than text and id become metadata, as in datatrove's readers. A document without an
     id gets the id `FILE/NUMBER`.
@@ -89,8 +89,8 @@ def read_rows(
     path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False,
     advance: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yields rows of a Parquet or Arrow file; options and errors as in `read_objects` and `read_table`.
-    After every batch, `advance` is called with the batch's approximate size in the file.
+    """Yields the rows of a Parquet or Arrow file. Options and errors: see `read_objects` and `read_table`.
+    After every batch, `advance` is called with the batch's approximate size in the file, in bytes.
     """
     odd: list[str] | None = None
     for before, batch in read_table(path, text_field=text_field):
@@ -112,7 +112,7 @@ def read_rows(
 
 
 def _rows_of(batch: Any) -> Iterator[dict[str, Any] | None]:
-    """Rows of a batch, with None in place of each row that is not UTF-8."""
+    """Yields the rows of a batch, and None instead of a row with invalid UTF-8."""
     try:
         yield from batch.to_pylist()
     # raised before the first row is yielded: pyarrow does not validate strings when it reads them

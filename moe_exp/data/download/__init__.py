@@ -1,1 +1,1 @@
-"""Sources of documents, such as Hub datasets, and their download."""
+"""Document sources, such as Hub datasets, and the code that downloads from them."""

@@ -1,7 +1,7 @@
 """Downloads of datasets and models from the Hugging Face Hub.
 
 huggingface_hub transfers the files, resumes partial ones and retries a request a few times; this module
-retries longer. A final pass compares the hash of each file with the one that the Hub lists: SHA-256, or git's
+retries longer. A final pass compares each file's hash with the hash listed by the Hub: SHA-256, or git's
 SHA-1 for small files.
 """
 
@@ -48,15 +48,15 @@ def download(
     """Downloads the data files of a source into `folder` and returns their sorted paths.
 
     Repeat the call to resume the download at the same commit. If all files are present, no request is sent.
-    The token (HF_TOKEN or `hf auth login`) and the server (HF_ENDPOINT) are set as for huggingface_hub. The
-    files of a local source are not copied.
+    As in huggingface_hub, the token comes from HF_TOKEN or `hf auth login`, and the server from HF_ENDPOINT.
+    The files of a local source are not copied.
 
     Args:
-        source: source to download; Python's standard library (embedded corpus) has no files to download.
+        source: source to download. The embedded corpus (Python's standard library) requires no download.
         folder: destination of manifest.json and of the files, which have the same names as in the repository.
         dry_run: print the remaining work, write nothing and return the expected paths.
         start_over: download everything again, at the commit that the revision now refers to.
-        max_failures: give up after this many consecutive failures if no file was completed between them.
+        max_failures: give up after this many consecutive failures. Each completed file restarts the count.
         bytes_per_second: assumed network speed for the estimate of `dry_run`.
 
     Raises:
@@ -160,7 +160,7 @@ def _plan(
     source: Source, folder: Path, settings: dict[str, Any] | None, list_now: Callable[[], Listing],
     bytes_per_second: float,
 ) -> list[Path]:  # fmt: skip
-    """Prints what remains to download; returns all paths. Without `settings`, ignores earlier downloads."""
+    """Prints what is left to download. Returns all paths. Ignores earlier downloads if `settings` is None."""
     listing, place, server = None, folder, source.url or endpoint()
     if settings is not None:  # a finished or interrupted download has stored its listing
         begun_folder = folder.with_name(folder.name + ".partial")
@@ -284,7 +284,7 @@ def _hash_file(path: Path, listed: StoredFile) -> _Hashes | None:
 
 
 def endpoint() -> str:
-    """URL of the Hub from the current HF_ENDPOINT; huggingface_hub reads this variable only when imported."""
+    """URL of the Hub. HF_ENDPOINT is read at each call, whereas huggingface_hub reads it only at import."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
@@ -299,7 +299,7 @@ def _check_online(why: str) -> None:
 def _asked(
     action: Callable[[], T], source: Source, max_failures: int, num_left: Callable[[], int] = lambda: 0
 ) -> T:
-    """Runs an action that sends requests to the Hub; retries temporary failures; raises one-line errors."""
+    """Runs an action that uses the Hub. Repeats it after temporary failures. Raises one-line errors."""
 
     def limit_of(error: Exception) -> int | None:
         is_unreachable = _response(error) is None and names_of(error) & _UNREACHABLE
@@ -359,6 +359,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _response(error: BaseException) -> Any:
-    """The server's response stored in an error or one of its causes, or None."""
+    """The server's response stored in an error or in one of its causes. None if there is no response."""
     responses = (getattr(cause, "response", None) for cause in _causes(error))
     return next((one for one in responses if one is not None), None)

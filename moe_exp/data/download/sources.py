@@ -79,9 +79,7 @@ def resolve_source(
     name_or_path: str, *, patterns: Sequence[str] = (), text_field: str | None = None,
     revision: str | None = None,
 ) -> Source:  # fmt: skip
-    """Returns the source for a name, which may be a registered name, URL, local path or Hub dataset.
-
-    The name is looked up in this order.
+    """Finds a source by its name: registered name, URL, local path or Hub dataset, tried in this order.
 
     Args:
         name_or_path: name as given by the user. A folder with the same name as a registered source must be
@@ -150,7 +148,7 @@ def local_files(source: Source) -> list[Path]:
 
 
 def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -> list[str]:
-    """Sorted names that match any pattern; if there are no patterns, the names of the data files.
+    """Sorted names of the files that match any pattern, or of the data files if there are no patterns.
 
     Args:
         sizes: maps each file's name to its size in bytes.
@@ -180,8 +178,8 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
 
 
 def model_source(name: str) -> Source | None:
-    """Source of the model `hf://OWNER/NAME[@REVISION]` on the Hub; `hf://` may be omitted if no local path
-    has this name. Returns None if `name` is a local path; raises ValueError if the name after `hf://` is
+    """Source of the Hub model `hf://OWNER/NAME[@REVISION]`. `hf://` may be omitted if no local path has this
+    name. Returns None if `name` is a local path. Raises ValueError if the name after `hf://` is
     invalid.
     """
     found, is_explicit = _MODEL.fullmatch(name), name.startswith("hf://")
@@ -194,7 +192,7 @@ def model_source(name: str) -> Source | None:
 
 
 def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -> list[str]:
-    """Sorted names of a model's top-level files; ValueError if config.json or safetensors are missing."""
+    """Sorted names of top-level files. Raises ValueError if config.json or safetensors are missing."""
     names = [name for name in sizes if "/" not in name]
     if missing := [one for one in ("config.json", "model*.safetensors") if not fnmatch.filter(names, one)]:
         fix = "choose another model, or load it with transformers and convert what save_pretrained writes"
@@ -203,8 +201,8 @@ def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -
 
 
 def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:
-    """Raises ValueError if a listed path is outside the download folder, is a file and the folder of another
-    path at once, or begins with a name in `reserved`, which the download itself uses.
+    """Raises ValueError if a listed path is outside the download folder, is also the folder of another
+    path, or begins with a name in `reserved`. The download itself uses the reserved names.
     """
     known, fix = set(names), "exclude it with --pattern, or choose another dataset"
     for name in names:
@@ -217,7 +215,7 @@ def check_names(names: Collection[str], server: str, reserved: Collection[str]) 
 
 
 def check_inside(name: str, server: str) -> None:
-    """Raises ValueError unless a name listed by a server is printable and inside the download folder."""
+    """Raises ValueError if a name listed by a server is unprintable or outside the download folder."""
     parts = name.split("/")
     if printable(name) != name or "\n" in name or "\t" in name:
         raise _refused(name, "it has control characters", server)
@@ -254,8 +252,8 @@ def print_sources() -> None:
 def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str]]:
     """Yields (relative path, text) of the standard library's .py files, sorted by path.
 
-    Skips tests, installed packages and, with a warning, files that cannot be decoded with their declared
-    encoding (default: UTF-8). The text is under the PSF-2.0 license (https://docs.python.org/3/license.html).
+    Skips tests and installed packages. Files that cannot be decoded with their declared encoding (default:
+    UTF-8) are skipped with a warning. License: PSF-2.0 (https://docs.python.org/3/license.html).
 
     Raises:
         ValueError: if `root` has no .py files, for example because the standard library is a zip file.
@@ -294,7 +292,7 @@ def torch_documents(max_bytes: int, root: Path | None = None) -> Iterator[tuple[
 
 
 def path_hash(path: str) -> bytes:
-    """Hash for ordering or splitting files; it depends only on a file's path, not on other files."""
+    """Hash of a file's path, for ordering or splitting files. Other files do not affect it."""
     return hashlib.sha256(path.encode()).digest()
 
 

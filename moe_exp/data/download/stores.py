@@ -1,6 +1,6 @@
 """Transfers to and from object stores: downloads of sources, and `moe-exp data push` and `pull` of outputs.
 
-The manifest of an output is transferred last; until it is there, the output counts as incomplete. `pull`
+The manifest of an output is transferred last; an output without a manifest counts as incomplete. `pull`
 verifies all hashes.
 """
 
@@ -32,8 +32,8 @@ RESERVED = frozenset({MANIFEST, RUNNING, LISTING, ".cache", ".huggingface"})
 
 @dataclass(frozen=True)
 class Listing(Counted):
-    """The files of a source, sorted by name and checked with `check_names`. In a Hub commit, a file's version
-    is its SHA-256 if it is stored with LFS, else its git SHA-1.
+    """The files of a source, sorted by name and checked with `check_names`. In a Hub commit, the version of
+    an LFS file is its SHA-256, and the version of any other file is its git SHA-1.
     """
 
     server: str  # for errors
@@ -63,7 +63,7 @@ class Listing(Counted):
 
 
 def kept_listing(stage: CorpusStage, name: str, server: str, list_now: Callable[[], Listing]) -> Listing:
-    """Returns the stored listing of a finished or interrupted download, or creates and stores a new one."""
+    """Returns the stored listing if the download was begun before; otherwise creates and stores a listing."""
     if stage.manifest is not None:
         return Listing.of_manifest(stage.manifest, server)
     if listed := read_json(stage.folder / LISTING):
@@ -80,8 +80,8 @@ def kept_listing(stage: CorpusStage, name: str, server: str, list_now: Callable[
 
 
 def fetch_from_store(source: Source, listing: Listing, stage: CorpusStage) -> None:
-    """Downloads the missing files of a source whose URL names a folder or file in an object store, and
-    finishes the stage. manifest.json records the version of each file in the store.
+    """Downloads a source's missing files from an object store and finishes the stage. manifest.json
+    records the version of each file in the store.
     """
     if left := listing.missing(stage.folder).num_bytes:
         begun = total_bytes(stage.folder.rglob(".*.part"))
@@ -95,7 +95,7 @@ def fetch_from_store(source: Source, listing: Listing, stage: CorpusStage) -> No
 
 
 def _place(source: Source) -> tuple[Store, dict[str, StoredFile]]:
-    """Store of a source, and {name: file} if the URL names a single file, else {}."""
+    """The store of a source, and {name: file} if its URL names a file, or {} if it names a folder."""
     parent, _, name = source.url.rpartition("/")
     # A folder may be named like a file: Spark writes folders called x.parquet.
     if ending(source.url) and (found := Store(parent).find(name)):

@@ -142,9 +142,9 @@ def shuffled(size: int, key: int) -> Int64Array:
 def permuted(index: int, size: int, key: int) -> int:
     """Image of `index` under a keyed permutation of range(size), computed without a table.
 
-    Applies a Feistel network on the range up to the next power of four, and applies it again until the result
-    is below `size`. On average, it is applied fewer than four times (cycle-walking; Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains").
+    A Feistel network permutes the range up to the next power of four. The network is applied until the result
+    is below `size`, on average fewer than four times (cycle-walking; Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains").
     """
     half_bits = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1
@@ -168,8 +168,8 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class Item(NamedTuple):
-    """Pieces of one length in a group of samples. Each sample contains `each` pieces of this length. All
-    pieces of this length are numbered, and those of the group begin at number `first`.
+    """Pieces of one length in a group of samples. Each sample contains `each` pieces of this length. Pieces
+    of this length are numbered across all groups; the group's first piece has number `first`.
     """
 
     length: int
@@ -179,13 +179,13 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Samples that all consist of pieces of the same lengths."""
+    """Samples that are alike: each contains the same number of pieces of every length."""
 
     count: int
     items: tuple[Item, ...] = ()
 
     def split(self, count: int) -> "tuple[Group, Group]":
-        """Splits off the first `count` samples."""
+        """Splits the group into its first `count` samples and the rest."""
         later = tuple(item._replace(first=item.first + count * item.each) for item in self.items)
         return Group(count, self.items), Group(self.count - count, later)
 
@@ -221,12 +221,12 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
 
 
 class PackedCorpus(Corpus):
-    """Windows of whole documents, padded with end-of-document tokens. For each document
-    and cached epoch, it needs 16 bytes more than `Corpus`.
+    """Windows of whole documents, padded with end-of-document tokens. Memory use per document and cached
+    epoch is 16 bytes more than that of `Corpus`.
 
-    Only documents longer than a window are cut into pieces. In each epoch, every token of a piece except its
-    last is used as an input exactly once. A piece's last token is also the first token of the document's next
-    piece, if any. Documents of one token are omitted.
+    Only documents longer than a window are cut into pieces. In each epoch, every token of a piece except the
+    last is an input exactly once. Consecutive pieces of a document overlap by one token. Documents of one
+    token are omitted.
     """
 
     def _count_windows(self, files: TokenFiles) -> int:
@@ -269,7 +269,7 @@ class PackedCorpus(Corpus):
 
 
 def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
-    """Cuts documents of these lengths; returns the number of pieces of each length, [seq_len + 2]."""
+    """Number of pieces of each length, [seq_len + 2], into which documents of `lengths` tokens are cut."""
     num_full, rest = _cut(lengths, seq_len)
     counts = np.bincount(rest, minlength=seq_len + 2)
     counts[0], counts[-1] = 0, num_full.sum()
@@ -277,13 +277,13 @@ def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
 
 
 def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
-    """Number of full samples of each document, and length of its remainder (0, or from 2 to seq_len)."""
+    """For each document, the number of full samples and the remainder's length (0, or 2 to seq_len)."""
     num_full, predicted = np.divmod(np.maximum(lengths - 1, 0), seq_len)
     return num_full, np.where(predicted > 0, predicted + 1, 0)
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """Fraction of documents that are cut by samples of `seq_len` tokens, for two kinds of packing.
+    """Fraction of documents that are cut, for two ways to pack them into samples of `seq_len` tokens.
 
     `concatenated`: a document of n tokens is cut with probability (n - 1) / seq_len. `best_fit`: only
     documents longer than a sample are cut. `filler`: fraction of padding tokens with `best_fit`.
@@ -302,8 +302,8 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
 def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate") -> float:
     """Mean fraction (0 to 1) of a sample's query-key pairs whose tokens are in the same document.
 
-    It is computed for samples cut in file order and, for very large files, from a subset of the documents.
-    For shuffled samples the value is nearly the same.
+    It is computed for samples in file order; shuffled samples have nearly the same value. For very large
+    files, only a subset of the documents is used.
     """
     bounds = files.document_bounds
     firsts, block = np.array([0]), len(bounds) - 1

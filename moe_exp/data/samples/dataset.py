@@ -29,7 +29,7 @@ _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
 
 class DataStage(NamedTuple):
-    """A stage of DATA_STAGES: number (from 0), tokens per sample, and whether samples may end in padding."""
+    """Stage `number` (from 0) of DATA_STAGES. If `has_filler` is true, its samples may end in padding."""
 
     number: int
     seq_len: int
@@ -37,7 +37,7 @@ class DataStage(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Prefix of a sample's token files, and the numbers (from 0) of its documents in these files."""
+    """Source of a sample: the prefix of its token files, and the numbers (from 0) of its documents there."""
 
     prefix: str
     documents: tuple[int, ...]
@@ -72,10 +72,10 @@ class SampleStream:
     In each epoch of a file, the documents are shuffled and concatenated, then cut into windows of `seq_len`
     tokens; the windows are shuffled too. A sample is a window plus the next token, which is the last label.
     Except for a remainder shorter than a window, every token is the input of exactly one sample per epoch.
-    Each file of a blend has its own epochs (`blend_position` chooses the file).
+    Each file of a blend has its own epochs. `blend_position` chooses the file of each sample.
 
-    Samples of a later stage may be F times longer than those of the first (see `add_stage`); each of them
-    then covers F consecutive sample numbers.
+    In a later stage (see `add_stage`), samples may be F times as long as in the first stage. Each of these
+    samples then covers F consecutive sample numbers.
 
     Args:
         blend: (weight, prefix) pairs from `parse_blend`; weights are relative.
@@ -102,11 +102,11 @@ class SampleStream:
         self._append(blend, seq_len, first_sample=0, key=self._key)
 
     def add_stage(self, blend: Sequence[tuple[float, str]], *, seq_len: int, first_sample: int) -> None:
-        """Switches to another blend at `first_sample`; files in both blends continue at their position.
+        """Switches to another blend at `first_sample`. A file in both blends continues at its position.
 
-        If `seq_len` changes, each file drops the rest of its epoch and starts a new one; the new `seq_len`
-        must be a multiple of the first stage's. `first_sample` must be on a sample boundary of the previous
-        stage.
+        If `seq_len` changes, each file drops the rest of its epoch and starts a new epoch. The new `seq_len`
+        must be a multiple of the first stage's `seq_len`. `first_sample` must be on a sample boundary of the
+        previous stage.
         """
         last = self._stages[-1]
         num_samples = (first_sample - last.first_sample) * self.seq_len // last.seq_len
@@ -155,8 +155,8 @@ class SampleStream:
         return corpus, taken + window
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Samples with the numbers [first, first + count): int64 token ids [count/F, S1], because each sample
-        covers F numbers (see the class). Raises ValueError if the range cuts a sample or spans two stages.
+        """Samples with the numbers [first, first + count), as int64 token ids [count/F, S1]. A sample covers
+        F numbers (see the class). Raises ValueError if the range cuts a sample or spans two stages.
         """
         number, seq_len, _ = self.stage_at(first)
         # A longer sample covers several numbers.
@@ -169,9 +169,10 @@ class SampleStream:
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
-    """Fingerprint (16 hex digits) of the sizes, document lengths, and first and last bytes of token files.
+    """Fingerprint (16 hex digits) of token files: their sizes, document lengths, and first and last bytes.
 
-    Depends on the order of the files, but not on their paths. Takes about 0.5 s for 50 million documents.
+    The fingerprint depends on the order of the files, but not on their paths. Computing it takes about 0.5 s
+    for 50 million documents.
     """
     digest = hashlib.blake2b(digest_size=8)
     for prefix in prefixes:
@@ -185,10 +186,10 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
 
 
 def content_of(prefixes: Sequence[str]) -> str:
-    """Hash (16 hex digits) of all tokens if they take at most 64 MiB, else of evenly spaced 16 KiB blocks.
+    """Hash (16 hex digits) of the token files. Above 64 MiB in total, it covers evenly spaced 16 KiB blocks.
 
-    Detects every changed range longer than 1/4096 of the total size; for shorter ones, use
-    `moe-exp data verify` (it reads all data). Takes about 0.1 s for 64 MiB on a local disk.
+    The hash detects every changed range longer than 1/4096 of the total size. `moe-exp data verify` detects
+    shorter changes, because it reads all data. Hashing takes about 0.1 s for 64 MiB on a local disk.
     """
     sizes = [bin_bytes(prefix) or 0 for prefix in prefixes]
     step = max(_BLOCK_BYTES, sum(sizes) // _NUM_BLOCKS)
@@ -205,12 +206,13 @@ def content_of(prefixes: Sequence[str]) -> str:
 
 
 def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
-    """Returns the dataset that sample `index` of a blend is from, and the number of earlier samples from it.
+    """Returns the dataset of sample `index` in a blend, and how many earlier samples are from that dataset.
 
-    The datasets are the leaves of a binary tree. Of the n samples that reach a node, round(n * p) go to the
-    left subtree, where p is that subtree's share of the node's weight; so the result does not depend on
-    earlier calls. Rounding errs by at most 1/2 sample per level, so the number of samples of each of K
-    datasets is always within ceil(log2 K) / 2 of its share. Integer weights make the computation exact.
+    The datasets are the leaves of a binary tree. If n samples reach a node, round(n * p) of them go to its
+    left subtree, where p is the left subtree's share of the node's weight. The result therefore does not
+    depend on earlier calls. Rounding errs by at most 1/2 sample per level. With K datasets, each dataset's
+    number of samples is therefore always within ceil(log2 K) / 2 of the dataset's share. Integer weights make
+    the computation exact.
     """
     low, high = 0, len(cumulative_weights) - 1
     while high - low > 1:
@@ -273,10 +275,11 @@ def future_batch(
         batch: result of `split_batch` for `tokens_BS1`.
 
     Returns:
-        `future_tokens`, int64 [B, S, K+1]: the tokens 1 to K+1 positions ahead, 0 beyond the sample. Layer k
-        reads the token k positions ahead and predicts the token k+1 positions ahead. `future_mask`, float32
-        [B, S, K]: 1 for position i and layer k if the predicted token exists, if it counts in `loss_mask`,
-        and if the tokens at i and i+k are in the same document according to `position_ids`.
+        `future_tokens`, int64 [B, S, K+1]: the tokens 1 to K+1 positions ahead, or 0 beyond the end of the
+        sample. Layer k reads the token k positions ahead and predicts the token k+1 positions ahead.
+        `future_mask`, float32 [B, S, K]: 1 or 0 for each position i and layer k. It is 1 if the predicted
+        token exists and counts in `loss_mask`, and the tokens at i and i+k are in the same document according
+        to `position_ids`.
     """
     num_tokens = batch["tokens"].size(1)
     ahead = torch.nn.functional.pad(tokens_BS1[:, 1:], (0, depth)).to(batch["tokens"].device)
@@ -289,8 +292,8 @@ def future_batch(
 
 
 def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
-    """Mask of padding inputs, bool [B, S] (DOCUMENT_PACKING=best_fit): true for the end-of-document tokens at
-    the end of a sample, except the first of them, which ends the sample's last document.
+    """Mask of padding inputs, bool [B, S] (DOCUMENT_PACKING=best_fit). If a sample ends in end-of-document
+    tokens, the first of these tokens ends the sample's last document, and the others are padding.
     """
     at_end_BS1 = (tokens_BS1 == eod_id).flip(1).cumprod(dim=1).flip(1).bool()
     return torch.nn.functional.pad(at_end_BS1[:, :-2], (1, 0))
@@ -325,8 +328,8 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
-    """Stream index of the sample that is consumed as number `consumed` (from 0). The stream also contains the
-    skipped samples. `skipped`: result of `merged`.
+    """Converts the number of a consumed sample (from 0) to the sample's index in the stream, which also
+    contains the skipped samples. `skipped`: result of `merged`.
     """
     for first, end in skipped:
         if consumed < first:
@@ -344,8 +347,8 @@ def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range
 def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
-    """Ranges to skip after a resume: all of `saved` (from the checkpoint), and `wanted` (requested by the
-    run) from the checkpoint's position on. Earlier samples were skipped only if they are in `saved`.
+    """Ranges to skip after a resume: the checkpoint's ranges (`saved`) and, from the checkpoint's position
+    on, the run's requested ranges (`wanted`). Before that position, only samples in `saved` were skipped.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.
@@ -354,7 +357,7 @@ def skipped_from(
 
 
 class SkippingSamples:
-    """The samples of `samples` outside of the `skipped` ranges, numbered in order of consumption.
+    """The samples in `samples` without the `skipped` ranges. They are numbered in the order of consumption.
 
     `length`: number of samples of a finite stream (as in Megatron's order); None for an endless stream. A
     finite stream repeats its first samples at the end to make up for the skipped ones.

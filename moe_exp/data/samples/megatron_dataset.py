@@ -3,9 +3,9 @@
 The same files, SEED, SEQ_LEN, TRAIN_ITERS and GBSZ give the same samples as in Megatron-LM.
 
 Megatron stores the order in index files, which it finds by the data's path and settings. If different text is
-tokenized to the same path, Megatron reads the new tokens with the old document lengths. To avoid this, each
-index folder of this module belongs to one fingerprint of the data (`dataset.fingerprint_of`); the folder is
-renamed into place when complete.
+tokenized to the same path, Megatron reads the new tokens with the old document lengths. To avoid this, this
+module uses a separate index folder for each fingerprint of the data (`dataset.fingerprint_of`). A folder gets
+its final name only when it is complete.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class MegatronSamples:
 
     def sample(self, index: int) -> Int64Array:
         """Sample `index`: int64 token ids of shape [S1]. Raises ValueError if `index` is beyond the last
-        sample, because a longer run would order all samples differently.
+        sample, because an order for more samples would not begin with these samples.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
@@ -98,12 +98,12 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
     """Training and validation samples. All ranks must call this; with several ranks, torch.distributed must
     be initialized.
 
-    On the first call for an order, rank 0 writes index files to `cache_dir`, which all nodes must share:
-    about 12 bytes per sample, plus 4 bytes per document and epoch.
+    On the first call for an order, rank 0 writes index files to `cache_dir`, which all nodes must share.
+    The files take about 12 bytes per sample, plus 4 bytes per document and epoch.
 
     Raises:
         ValueError: if a file is missing or damaged, the training or validation data are smaller than one
-            sample, or unweighted prefixes (never repeated) provide too few samples.
+            sample, or there are too few samples and no weights (Megatron repeats data only with weights).
     """
     shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
     if order.split and order.num_valid_samples and shares[1] is None:
@@ -133,7 +133,7 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
 
 
 def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
-    """Training and validation dataset, from index files that rank 0 builds if necessary."""
+    """Loads the training and validation datasets; rank 0 builds their index files if they are missing."""
     is_one_of_several = torch.distributed.is_initialized()
     is_first = not is_one_of_several or torch.distributed.get_rank() == 0
     barrier = torch.distributed.barrier if is_one_of_several else lambda: None

@@ -47,8 +47,8 @@ class SampleOrder:
     def of(
         cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = ()
     ) -> "SampleOrder":
-        """Order for `config` and token files with this fingerprint and content hash. `stage_prints`: for each
-        stage after the first, a hash of its files' fingerprint and content.
+        """Sample order for `config`. `fingerprint` and `content`: hashes of the token files.
+        `stage_prints`: for each stage after the first, a hash of its files' fingerprint and content.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
@@ -90,7 +90,7 @@ def order_of_files(config: Config) -> SampleOrder | None:
 
 
 def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether the facts that are in both `facts` and `saved` are equal; older versions saved fewer facts."""
+    """Whether `facts` and `saved` agree; ignores facts that `saved` lacks (older versions saved fewer)."""
     return not _differing(facts, saved)
 
 
@@ -106,7 +106,7 @@ def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs from the checkpoint and changes the samples or their order."""
+    """A difference from the checkpoint in a setting that determines the samples or their order."""
 
     name: str
     value: object
@@ -127,11 +127,11 @@ class Change:
 def order_changes(
     config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str, next_sample: int
 ) -> list[Change]:
-    """Differences between `order`, the sample order of `config`, and `saved`, a checkpoint's facts from
-    `SampleOrder.facts`; empty if training can resume.
+    """Differences between the sample orders of a run and a checkpoint; empty if training can resume.
 
-    Ignores facts that `saved` does not contain, and stages that begin at or after `next_sample`, the first
-    sample after the checkpoint.
+    `order` is the order for `config`; `saved` contains the checkpoint's `SampleOrder.facts`. Facts missing
+    in `saved` are ignored. `next_sample` is the first sample after the checkpoint; stages that begin there
+    or later are ignored.
     """
     differing = _differing(order.facts(), saved)
     changes: list[Change] = []
@@ -185,9 +185,9 @@ def order_changes(
 def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> tuple[Config, list[str], tuple[dataset.Range, ...]]:
-    """Moves the starts of stages, which are set in tokens, to batch boundaries. Returns the config, one
-    message per moved stage, and the ranges of the sample stream to skip. `progress`: the checkpoint's
-    `progress`; empty if training starts at iteration 0.
+    """Moves stage starts (set in tokens) to batch boundaries. Returns the config, one message per moved
+    stage, and the ranges to skip in the sample stream. `progress`: the checkpoint's `progress`; empty if
+    training starts at iteration 0.
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
     skipped = dataset.skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)
@@ -203,7 +203,7 @@ def begun_stages(stages: _Stages, next_sample: int) -> list[dict[str, Any]]:
 
 
 def _other_stage(ours: _Stages, theirs: _Stages, checkpoint: str, next_sample: int) -> str:
-    """First difference between the stages that have begun in this run and in a checkpoint, if any."""
+    """First difference between this run and a checkpoint in stages that have begun; empty if they agree."""
     # Only stages that have begun are compared: later ones may change.
     begun = (begun_stages(stages, next_sample) for stages in (ours, theirs))
     for number, (mine, other) in enumerate(zip_longest(*begun), 1):
@@ -238,7 +238,7 @@ def _manifest(train_data: str) -> str | None:
 
 
 def _weights(train_data: str, *, is_megatrons: bool) -> list[str]:
-    """Weights divided by their sum, so that the weights 7 and 3 are the same as 0.7 and 0.3."""
+    """Blend weights divided by their sum: 7 and 3 give the same result as 0.7 and 0.3."""
     if not train_data:
         return ["1"]
     blend = parse_blend(train_data)

@@ -1,4 +1,4 @@
-"""Worker processes that read a rank's next micro-batches while it computes.
+"""Worker processes that read a rank's next micro-batches while the rank computes.
 
 The processes are forked DataLoader workers, which share the sample order with the rank and start in
 milliseconds; `spawn` and `forkserver` would import the training loop and Megatron in each process. A forked
@@ -41,8 +41,8 @@ def microbatch_starts(
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
     """Yields (first sample, number of samples) of each micro-batch of a data-parallel rank, endlessly.
 
-    `schedule`: maps the number of consumed samples to three values for the next iteration: micro-batches per
-    rank, micro-batch size and global batch size.
+    `schedule`: takes the number of consumed samples. For the next iteration, it returns the number of
+    micro-batches per rank, the micro-batch size and the global batch size.
     """
     while True:
         num_microbatches, mbsz, batch_size = schedule(consumed_samples)
@@ -52,8 +52,8 @@ def microbatch_starts(
 
 
 class ReadAhead:
-    """Implements `Samples` and prefetches the next batches of the schedule (`starts`). A jump to another
-    batch of the schedule restarts the workers; the rank reads all other batches itself.
+    """Implements `Samples` and prefetches the next batches of the schedule (`starts`). A jump within the
+    schedule restarts the workers. Batches outside the schedule are read by the rank itself.
 
     Args:
         starts: takes a batch's first sample and yields (first sample, number of samples) of this batch and of

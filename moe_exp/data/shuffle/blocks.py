@@ -52,7 +52,7 @@ class LineBlocks:
         self.view = memoryview(self.buffer)
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """For each block, yields where its lines begin (after a BOM) and end (after the last LF) in `buffer`.
+        """Yields offsets in `buffer` where a block's lines begin (after a BOM) and end (after the last LF).
         `start`, `end`: byte range to read; both are line boundaries. Streams can only be read whole.
 
         Raises:
@@ -127,7 +127,7 @@ class Documents:
     start: int = 0  # offset of the buffer in the decompressed file
 
     def tally(self, chosen: NDArray[np.bool_] | slice = slice(None)) -> Tally:
-        """Counts of the chosen documents (default: all documents)."""
+        """Tally of the chosen documents (default: all documents)."""
         digests = np.frombuffer(self.text_digests, dtype=f"V{DIGEST_BYTES}")[chosen]
         return Tally(len(digests), int(self.text_bytes[chosen].sum()), sum_digests(digests.tobytes()))
 
@@ -268,7 +268,7 @@ class Slice:
 
 
 def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
-    """The input slices of each task, in order. Only plain JSONL files are cut; a task may get no slice."""
+    """Divides the inputs among tasks, in order. Only plain JSONL files are cut. A task may get no slice."""
     sizes = [path.stat().st_size for path in paths]
     bounds = [task * sum(sizes) // num_tasks for task in range(num_tasks + 1)]
     # A cut may be inside a line, which belongs to the task where it starts (`_line_start`).

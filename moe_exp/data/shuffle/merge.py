@@ -1,7 +1,7 @@
 """Merges the shards of a folder, except its validation file, into one JSONL file.
 
-Shards written by `shuffle` are copied, and must match the shuffle's manifest. In folders without such a
-manifest, documents are checked one by one. They are written without BOM and CR, and each ends with LF.
+Shards written by `shuffle` are copied, and must match the shuffle's manifest. In a folder without such a
+manifest, each document is checked, then written without BOM and CR and with LF at its end.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,8 +34,8 @@ def merge(
         input_dir: folder of document files, which are merged in the order of their names.
         output: path of the merged file, with or without .jsonl; must be outside `input_dir`.
         valid_file_name: file in `input_dir` to exclude, with or without its suffix.
-        text_field, skip_bad: name of the text field, and whether to skip and count invalid lines; both are
-            ignored if there is a manifest.
+        text_field: name of the text field; ignored if there is a manifest.
+        skip_bad: whether to skip and count invalid lines; ignored if there is a manifest.
         start_over: see `run_stage`.
 
     Raises:
@@ -58,7 +58,7 @@ def merge(
 
 
 def estimate_merge(input_dir: Path, output: Path, *, valid_file_name: str, text_field: str) -> dict[str, int]:
-    """Estimates what a merge needs: num_shards, disk_bytes and seconds."""
+    """Estimates a merge; returns num_shards, disk_bytes and seconds."""
     shards, manifest = find_shards(input_dir, output, valid_file_name, text_field)
     num_bytes = estimate_line_bytes(shards)
     seconds = 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None])
@@ -157,7 +157,7 @@ class Merging:
         return {"bytes": num_bytes, "hash": digest.hexdigest(), "num_documents": num_documents}
 
     def _blocks(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
-        """Yields the bytes to write and the number of documents for each block of a shard."""
+        """Yields (bytes to write, number of documents) of each block of a shard."""
         # A plain copy: `_write` compares the hash with the manifest, so parsing would add nothing.
         if self.manifest:
             buffer = bytearray(_BLOCK_BYTES)
@@ -174,7 +174,7 @@ class Merging:
             yield [lines.view[begin:end] for begin, end in places], len(documents.ends)
 
     def _check_written(self) -> str:
-        """Reads the merged file back, compares each shard's hash and returns the hash of the whole file."""
+        """Reads back the merged file and checks each shard's hash; returns the hash of the whole file."""
         buffer, whole = memoryview(bytearray(_BLOCK_BYTES)), xxhash.xxh3_128()
         num_bytes = self.path.stat().st_size
         with progress("merge, check", num_bytes) as advance, self.path.open("rb", buffering=0) as file:

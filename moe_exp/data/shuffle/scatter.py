@@ -8,8 +8,8 @@ maps different document numbers to different keys.
 A document's key depends on how many documents precede it, so `index` first finds, checks and hashes all
 documents. `scatter` then reads the inputs in blocks, sorts the lines of each block by bucket, and appends the
 lines to one file and their records (keys and sizes) to another. A bucket holds either training or validation
-documents, with keys from one range. If there is only one task, it does both passes at once
-(`index_and_scatter`).
+documents, with keys from one range. A shuffle with only one task does both passes at
+once (`index_and_scatter`).
 
     indexed/      00003.documents   00003.json
     scattered/    00003.lines       00003.records   00003.index   00003.json
@@ -70,7 +70,7 @@ def mix(values: Keys) -> Keys:
 
 
 def document_keys(seed: int, first: int, count: int) -> Keys:
-    """Keys of `count` documents from document number `first` on, by splitmix64 with a hash of `seed`."""
+    """Keys of `count` documents, starting at document `first`: splitmix64 seeded with a hash of `seed`."""
     # A counter with increment _GAMMA, so that any key can be computed without the preceding ones.
     start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
     return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
@@ -84,7 +84,9 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 @dataclass
 class ValidTally(Counted):
-    """Counts documents with `text_choices` below `threshold`; if there are none, with the smallest value."""
+    """Counts the documents with `text_choices` below `threshold`. If there are no such documents, counts the
+    documents with the smallest value.
+    """
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
@@ -120,13 +122,13 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets; with more, a bucket's part of a block would not be worth a read."""
+    """Maximum number of buckets; beyond it, a bucket's part of a block is too small for a separate read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 
 @dataclass(frozen=True)
 class TaskShuffle:
-    """A shuffle that runs in tasks; each task receives a pickled copy."""
+    """A shuffle that runs in tasks; each task receives a pickled copy of this object."""
 
     folder: Path  # of the stage
     settings: dict[str, Any]  # of `shuffle`: name, seed, num_shards, valid_fraction, text_field, skip_bad
@@ -208,7 +210,7 @@ class Buckets:
 
 
 class _Found:
-    """Counts and hashes of the documents in a task's slices, updated while `blocks` yields the documents."""
+    """Document counts and hashes for a task's slices. `blocks` updates them as it yields the documents."""
 
     def __init__(self, job: TaskShuffle, rank: int):
         self.job, self.rank = job, rank
@@ -243,7 +245,7 @@ class _Found:
 
 
 def index(job: TaskShuffle, rank: int) -> int:
-    """First pass: records position and `text_choices` of each document of a task; returns their number."""
+    """First pass: records position and `text_choices` of a task's documents; returns the document count."""
     found = _Found(job, rank)
     with complete_files([job.place("indexed", rank, ".documents")]) as (path,), path.open("wb") as file:
         for documents, _, _ in found.blocks(_BLOCK_BYTES):
@@ -280,7 +282,7 @@ def scatter(job: TaskShuffle, rank: int) -> int:
 
 
 def index_and_scatter(job: TaskShuffle) -> int:
-    """Both passes of a shuffle with only one task; parses and copies each line while it is in cache."""
+    """Runs both passes of a shuffle with only one task: parses and copies each line while it is in cache."""
     assert job.num_buckets is not None
     limit, is_known = max(1, job.threshold), False
     while not is_known:
@@ -294,7 +296,7 @@ def index_and_scatter(job: TaskShuffle) -> int:
 
 
 def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: Iterator[_Block]) -> int:
-    """Copies `blocks`, each sorted by bucket. `first`: number of their first document among all documents."""
+    """Sorts each of the `blocks` by bucket and copies it. `first`: how many documents precede the blocks."""
     num_documents, written = 0, np.zeros(2, dtype=np.int64)
     paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
     total = np.zeros((buckets.number, 2), dtype=np.int64)
@@ -360,7 +362,7 @@ def _indexed_blocks(job: TaskShuffle, rank: int, block_bytes: int) -> Iterator[_
 
 
 def check_size(path: Path, num_bytes: int) -> None:
-    """Raises ValueError unless the file's size is `num_bytes`, as recorded by the task that wrote it."""
+    """Raises ValueError unless the file has `num_bytes` bytes, as recorded by the task that wrote it."""
     found = path.stat().st_size if path.exists() else 0
     if found != num_bytes:
         raise ValueError(f"{path}: has {found} bytes instead of {num_bytes}. Fix: add --start-over.")

@@ -8,9 +8,9 @@ is held out. Lines are written with LF line endings and without a BOM.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
-Tasks of datatrove's executors run three passes: index, scatter (scatter.py) and write (write.py). If there is
-only one task, it runs the first two passes as one. At its peak, a shuffle needs disk space for inputs,
-scattered lines and outputs.
+Tasks of datatrove's executors run three passes: index, scatter (scatter.py) and write (write.py). A single
+task runs the first two passes as one. At its peak, a shuffle needs disk space for inputs, scattered lines
+and outputs.
 """
 
 import math
@@ -45,8 +45,8 @@ _MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
 
 class Memory(NamedTuple):
-    """How a memory budget is divided: `longest_bytes` limits the read buffer and the length of a line
-    (parsing takes six times the line's length); `piece_bytes` limits the size of documents sorted at once.
+    """A divided memory budget. `longest_bytes` limits the read buffer and the length of a line; parsing
+    takes six times that length. `piece_bytes` limits the total size of the documents sorted at once.
     The budget does not include the interpreter (about 45 MB).
     """
 
@@ -70,23 +70,22 @@ def shuffle_documents(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Shuffles documents into shards and a validation file, and returns the manifest.
 
-    To resume an interrupted shuffle, repeat the call: only unfinished tasks run. The memory budget may
-    change.
+    To resume an interrupted shuffle, repeat the call: only unfinished tasks run. `memory_bytes` may differ.
 
     Args:
         inputs: files of a kind listed in `moe_exp.data.kinds`, or folders of such files. The result depends
             on their order.
         name: prefix of the output file names.
-        tasks: number of tasks in each pass; the last pass has at most one per output file. A resumed shuffle
-            requires the same number. Default: the number of local workers of `execution`, or 1 (in this
-            process).
+        tasks: number of tasks in each pass; the last pass has at most one task per output file. A resumed
+            shuffle requires the same number. Default: the number of local workers of `execution`, or 1 (in
+            this process).
         execution: where the tasks run (default: this machine).
         seed: random seed that determines the order and the validation documents.
         num_shards: number of training files; some are empty if there are fewer documents than files.
         valid_fraction: fraction of distinct texts held out for validation (at least one text).
-        memory_bytes: memory budget of each task. Default: a quarter of the free memory of this machine or
-            container, shared by the tasks; on a cluster, most of the memory of the task's job.
-        skip_bad: skip and count invalid lines instead of stopping at the first.
+        memory_bytes: memory budget of each task. Default: on this machine (or container), the tasks share a
+            quarter of the free memory; on a cluster, a task gets most of its job's memory.
+        skip_bad: whether to skip and count invalid lines; otherwise, the first invalid line raises an error.
         start_over: see `run_stage`.
 
     Returns:
@@ -216,7 +215,7 @@ def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> 
 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
-    """Estimates sizes, buckets and seconds of a shuffle; `line_bytes` is the size of decompressed inputs."""
+    """Estimates a shuffle's sizes, buckets and seconds. `line_bytes` is the size of decompressed inputs."""
     memory_bytes = memory_bytes or _default_memory(Execution(), 1)
     piece_bytes = Memory.of(memory_bytes).piece_bytes
     line_bytes = estimate_line_bytes(inputs)
@@ -231,7 +230,7 @@ def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) ->
 
 
 def check_shuffle(inputs: Iterable[Path], output: Path, *, text_field: str, **settings: Any) -> list[Path]:
-    """Checks the arguments of a shuffle (`settings`: see `check_settings`) and returns its input files."""
+    """Checks a shuffle's arguments and returns its input files. For `settings`, see `check_settings`."""
     files = find_inputs(inputs, text_field=text_field)
     check_settings(**settings)
     check_apart(files, output)

@@ -81,7 +81,7 @@ def _outputs(scattered: "Scattered") -> list[_Output]:
 
 
 def _read_back(output: _Output) -> dict[str, Any]:
-    """Returns the counts and hashes of a written file for the manifest."""
+    """Reads a written file, and returns its counts and hashes for the manifest."""
     num_bytes = output.path.stat().st_size
     lines = LineBlocks(_READ_BACK_BYTES, num_bytes + 1)
     whole, digest, num_lines, line_hash = xxhash.xxh3_128(), xxhash.xxh3_128_digest, 0, 0
@@ -123,7 +123,7 @@ class Scattered:
     def pieces(self, bucket: int) -> Iterator[Placed]:
         """Yields the documents of a bucket in consecutive key ranges that fit in memory.
 
-        A single document is never split, regardless of its size.
+        A document that is too large for the memory is yielded alone.
         """
         buckets, memory_bytes = self.indexed.buckets, self.job.piece_bytes
         is_valid = bucket >= buckets.num_train
@@ -236,7 +236,7 @@ class LineBuffer:
         self.view = memoryview(buffer)
 
     def read(self, path: Path, places: Places, begins: Places, ends: Places) -> None:
-        """Reads the lines at offsets `places` of a file into [begins, ends) of the buffer."""
+        """Reads a file's lines, which start at offsets `places`, into ranges [begins, ends) of the buffer."""
         # Lines adjacent in both the file and the buffer have the same offset difference: one read per run.
         is_first = np.diff(places - begins, prepend=0) != 0
         is_first[0] = True
@@ -256,7 +256,7 @@ class LineBuffer:
                         begin, place = begin + num_bytes, place + num_bytes
 
     def append_to(self, path: Path, begins: Places, ends: Places, order: Places) -> None:
-        """Appends lines [begins, ends) of the buffer to a file, in the given order."""
+        """Appends line [begins[i], ends[i]) of the buffer to a file, for each index i in `order`."""
         with path.open("ab", buffering=0) as file:
             for first in range(0, len(order), _LINES_AT_ONCE):
                 some = order[first : first + _LINES_AT_ONCE]

@@ -1,6 +1,6 @@
-"""Tokenization with datatrove's executors, on one or many machines; the output bytes are the same as with one
+"""Tokenization with datatrove's executors, on one or many machines. The output is byte for byte that of one
 process. Until the files are published, the tokens are stored on disk twice.
-Files per part (three) and per task (two):
+Each part has three files, and each task has two:
 
     part.000012.bin  .lengths  .json        made/00003.json        joined/00003.json
 """
@@ -32,7 +32,7 @@ BLOCK_BYTES = 2**30
 
 @dataclass(frozen=True)
 class TaskTokens:
-    """A tokenization in `num_tasks` tasks per pass; each task receives a pickled copy of this object."""
+    """A tokenization in two passes of `num_tasks` tasks; each task receives a pickled copy of this object."""
 
     folder: Path
     bin_path: Path
@@ -58,7 +58,7 @@ class TaskTokens:
         return [read_json(self.place(folder, task), fix=MAKE_AGAIN) for task in range(self.num_tasks)]
 
     def range_of(self, task: int, number: int) -> tuple[int, int]:
-        """Range [first, end) of a task's items if `number` items are divided among all tasks."""
+        """Range [first, end) of the items that a task gets when all tasks share `number` items."""
         return task * number // self.num_tasks, (task + 1) * number // self.num_tasks
 
 
@@ -95,7 +95,7 @@ class _Placed(NamedTuple):
 
 
 def join_parts(job: TaskTokens, rank: int) -> int:
-    """Second pass: checks parts and writes a task's blocks of the .bin file; returns their size in bytes."""
+    """Second pass: checks parts and writes a task's blocks of the .bin; returns the number of bytes."""
     made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
     bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
     found = zip(job.parts, made, bounds, strict=True)

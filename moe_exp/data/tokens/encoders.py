@@ -1,10 +1,11 @@
 """Encoders from texts to token ids: the tokenizer's own package, or gigatoken if it gives the same ids.
 
-gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
-and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether such a
-difference changes the ids depends on the merges, so testing a sample of texts is not enough. Therefore both
-packages encode each non-ASCII character once with a vocabulary whose ids show where the text is split. A
-document with any character that the two split differently is encoded by the tokenizer's own package.
+gigatoken 0.10 and tokenizers 0.23 use different Unicode versions. Therefore only one of the two packages
+splits 359 of about 260,000 code points (letters and digits added in Unicode 17) from their neighbors. Whether
+such a difference changes the ids depends on the tokenizer's merges, so testing a sample of texts is not
+enough. Instead, both packages encode each non-ASCII character once with a vocabulary whose ids show where the
+text is split. If the two packages split any character of a document differently, the tokenizer's own package
+encodes this document.
 """
 
 import os
@@ -47,8 +48,9 @@ _SPLIT_TEMPLATE, _SPLIT_NEIGHBOURS = "aCa1C1!C! C \nC\n", "a1! \n"
 
 
 class CheckedGigatoken:
-    """Encodes with gigatoken, except documents with characters that the tokenizer's own package (`own`)
-    splits differently. Raises ValueError if gigatoken cannot load the tokenizer.
+    """Encodes documents with gigatoken. If the tokenizer's own package (`own`) splits any character of a
+    document differently, that package encodes the document. Raises ValueError if gigatoken cannot load the
+    tokenizer.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -59,7 +61,7 @@ class CheckedGigatoken:
         self._splitters = (_gigatoken(probe), own_package(probe)) if probe else None
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """Encodes texts; `num_rerouted`: how many of them the tokenizer's own package encoded."""
+        """Encodes texts. `num_rerouted` counts the texts that the tokenizer's own package encoded."""
         rerouted = [index for index, text in enumerate(texts) if self._is_split_otherwise(text)]
         self.num_rerouted = len(rerouted)
         ids, lengths = self._encode(texts)
@@ -89,7 +91,7 @@ ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits tokenizers and gigatoken to one thread, because the parallel workers are processes."""
+    """Limits tokenizers and gigatoken to one thread per process, because worker processes run in parallel."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(ONE_THREAD)
     try:
@@ -103,8 +105,8 @@ def one_thread() -> Iterator[None]:
 def choose_backend(
     tokenizer: TextTokenizer, requested: str, sample: Sequence[str]
 ) -> tuple[str, str, Encoder]:
-    """Chooses the backend: gigatoken, or `tokenizers`, which here means whichever package defines the
-    tokenizer. Returns the backend, the reason for it, and the encoder.
+    """Chooses the backend: `gigatoken` or `tokenizers`. Here `tokenizers` means the package that defines the
+    tokenizer, whichever it is. Returns the backend, the reason for it, and the encoder.
 
     `auto` uses gigatoken if it is installed, can load the tokenizer, and returns the same ids as the
     tokenizer's own package. Raises ValueError if gigatoken was requested but cannot be used.

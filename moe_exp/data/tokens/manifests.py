@@ -1,4 +1,4 @@
-"""Reads tokenizer, vocabulary, BOS and EOD tokens of a run's token files from manifests. No torch."""
+"""Reads manifests of a run's token files: tokenizer, vocabulary size, BOS and EOD tokens. No torch."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +40,7 @@ class DocumentTokens:
     bos_id: int | None = None
 
     def tokenizer(self, name: str, *, allow_special: bool = False) -> TextTokenizer:
-        """Tokenizer `name` with these document tokens; ValueError if `name` is invalid or lacks `eod_id`."""
+        """Tokenizer `name` with these document tokens; ValueError if it is invalid or lacks `eod_id`."""
         found = load_named_tokenizer(name, allow_special=allow_special)
         # The tokenizer's files may name another end-of-document token than the training used.
         if self.eod_id not in (None, found.eod_id):
@@ -52,8 +52,8 @@ class DocumentTokens:
 
 
 def documents_of(blend: str) -> DocumentTokens | None:
-    """The tokens that begin and end documents of a blend; None without a blend, or if the manifests lack
-    these tokens or disagree.
+    """The tokens that begin and end the documents of a blend. None if `blend` is empty, or if its manifests
+    lack these tokens or disagree about them.
     """
     manifests = [manifest_of(prefix) for _, prefix in parse_blend(blend)] if blend else []
     found = {(tokenizer_fact(one, "eod_id"), tokenizer_fact(one, "bos_id")) for one in manifests}
@@ -65,7 +65,7 @@ def documents_of(blend: str) -> DocumentTokens | None:
 def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentTokens | None:
     """The tokens that begin and end documents of a run's training data; None if unknown.
 
-    `order`: `SampleOrder.facts` of the checkpoint; if it lacks the tokens, they are read from the manifests.
+    If `order` (`SampleOrder.facts` of the checkpoint) lacks the tokens, reads them from the manifests.
     """
     if (order.get("eod_id"), order.get("bos_id")) != (None, None):
         return DocumentTokens(order["eod_id"], order["bos_id"])
@@ -107,7 +107,7 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
 
 
 def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int | None]:
-    """Returns (errors about missing or different end-of-document tokens, first end-of-document id found)."""
+    """Returns errors about missing or different end-of-document tokens, and the first end token id found."""
     name = "document_mask" if config.document_mask else "eod_mask_loss"
     problems, found = [], {}
     for prefix in dict.fromkeys(prefixes):
@@ -130,7 +130,7 @@ def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int 
 
 
 def with_document_tokens(config: Config, blend: str) -> Config:
-    """Returns `config`; if DOCUMENT_MASK is on and DOCUMENT_TOKENS is not set, computes it from `blend`."""
+    """Returns `config`; if DOCUMENT_MASK is on, an unset DOCUMENT_TOKENS is computed from `blend`."""
     if not config.document_mask or config.document_tokens or not blend:
         return config
     weights, prefixes = zip(*parse_blend(blend), strict=True)
@@ -149,7 +149,7 @@ def with_vocab_size(
 
     Args:
         given: names of the settings that were set explicitly rather than by a preset or default.
-        recorded: config.yaml of the run folder; if it exists, the run resumes with the VOCAB_SIZE in it.
+        recorded: config.yaml of the run folder; if this file exists, its VOCAB_SIZE is used.
     """
     if "vocab_size" in given:
         return config, ""

@@ -1,4 +1,4 @@
-"""Tokenizes parts of the inputs into tokens, document lengths and counts, and joins the parts in one file."""
+"""Tokenizes the inputs in parts, and joins the tokens of all parts in one file."""
 
 import os
 import random
@@ -88,7 +88,7 @@ def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
 
 @dataclass(frozen=True)
 class PartSettings:
-    """Settings that determine the tokens; raises ValueError for `append_eod` without an EOD token."""
+    """Settings that determine the tokens. `append_eod` without an EOD token raises ValueError."""
 
     tokenizer: TextTokenizer
     json_key: str = "text"  # field with the text
@@ -124,8 +124,8 @@ class PartEncoder:
         self._is_special[list(self._special_tokens)] = True
 
     def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
-        """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` to `folder`. `advance` receives the
-        number of bytes read. Raises BadDocument for an invalid line, and ValueError for ids outside the
+        """Writes `part.NNNNNN.bin`, `.lengths` (int32) and finally `.json` to `folder`. `advance` receives
+        the number of bytes read. Raises BadDocument for an invalid line, and ValueError for ids outside the
         vocabulary.
         """
         counts, lengths = PartCounts(), [np.empty(0, np.int32)]
@@ -237,7 +237,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Excerpts for comparing encoders: first document, random ones, and the first with unusual characters."""
+    """Excerpts to compare encoders: first document, random documents, documents with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)
@@ -262,7 +262,7 @@ class _Sample:
 
 
 def is_complete(part: Part, folder: Path) -> bool:
-    """Whether a part is complete; stays true after its .bin is appended to the joined file and removed."""
+    """Whether a part was fully written. Its .bin may since have been joined and removed."""
     return (folder / f"{part.stem}.json").is_file()
 
 
@@ -287,7 +287,7 @@ class JoinedParts:
             self._published.replace(self.bin_path)
 
     def resume(self) -> None:
-        """Keeps the parts that an earlier call joined and that precede the first damaged one."""
+        """Keeps what an earlier call joined, except the first damaged part and all parts after it."""
         joined_path, num_joined = self.folder / JOINED, 0
         if joined_path.exists():
             self.take_back()
@@ -310,7 +310,7 @@ class JoinedParts:
                 (self.folder / f"{part.stem}.json").unlink(missing_ok=True)
 
     def append_complete(self) -> None:
-        """Appends the next parts until one is incomplete; raises ValueError if a part was damaged."""
+        """Appends parts until the next part is incomplete. Raises ValueError if a part was damaged."""
         for part in self.parts[self.num_parts :]:
             if not is_complete(part, self.folder):
                 break
@@ -335,7 +335,7 @@ class JoinedParts:
         path.unlink()
 
     def write_index(self) -> None:
-        """Writes the .idx after all parts are joined; raises ValueError if counts and files disagree."""
+        """Writes the .idx once all parts are joined. Raises ValueError if the files contradict the counts."""
         paths = [self.folder / f"{part.stem}.lengths" for part in self.parts]
         sizes = [path.stat().st_size // 4 for path in paths]
         # Not concatenated: billions of lengths should not be in memory twice.

@@ -1,7 +1,7 @@
 """Tokenization of document files into .bin/.idx, reproducible and resumable after any crash.
 
-The inputs are cut into parts (parts.py). Worker processes tokenize the parts in any order while this process
-joins them in input order; alternatively, tasks on many machines tokenize and join the parts (by_tasks.py).
+The inputs are cut into parts (parts.py). Worker processes tokenize the parts in any order, and this process
+joins them in input order. Alternatively, tasks on many machines tokenize and join the parts (by_tasks.py).
 """
 
 import logging
@@ -56,7 +56,7 @@ def tokenized_prefix(output_prefix: str | Path, json_key: str = "text") -> Path:
 def tokenize_files(
     inputs: Sequence[Path], output: Path, settings: PartSettings, *, workers: int = 1, **options: Any
 ) -> dict[str, Any]:
-    """Calls `tokenize_documents` with `workers` processes on this machine (1: in this process)."""
+    """Calls `tokenize_documents` with `workers` worker processes; `workers=1` uses only this process."""
     return tokenize_documents(inputs, output, settings, execution=Execution(workers=workers), **options) or {}
 
 
@@ -65,7 +65,7 @@ def tokenize_documents(
     execution: Execution | None = None, backend: str = "auto", start_over: bool = False,
     part_bytes: int | None = None, block_bytes: int = BLOCK_BYTES,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Writes `output`.bin, .idx and .manifest.json, one sequence per document in order; returns the manifest.
+    """Writes `output`.bin, .idx and .manifest.json; each document becomes one sequence, in input order.
 
     The files do not depend on `tasks` or `execution`.
 
@@ -73,8 +73,8 @@ def tokenize_documents(
         inputs: files of a kind listed in `moe_exp.data.kinds`.
         output: path without suffix, see `tokenized_prefix`.
         tasks: number of tasks that make and join parts; may change when resuming. With tasks, the tokens are
-            stored on disk twice until the files are published. Default: no tasks, but worker processes on
-            this machine.
+            stored on disk twice until the files are published. By default, worker processes on this machine
+            do the work instead of tasks.
         execution: where the tasks run (default: this machine).
         backend: auto, gigatoken, or tokenizers (the package that defines the tokenizer).
         start_over: replace existing files.
@@ -161,7 +161,7 @@ def _publish(
 
 
 def usable(workers: int) -> int:
-    """`workers`, but at most the number of cores that this process may use."""
+    """The smaller of `workers` and the number of cores that this process may use."""
     available = num_cores()
     if workers > available:
         what = "%d workers requested, but starting only %d because this process has no more cores"
@@ -268,8 +268,8 @@ def dry_run(
     by_tasks: bool = False,
 ) -> None:  # fmt: skip
     """Prints an estimate of tokens, disk space and time, and writes nothing. Raises ValueError if a setting
-    is invalid or there is too little free space. `by_tasks`: whether all parts are made before the first is
-    joined.
+    is invalid or there is too little free space. `by_tasks`: whether tasks make all parts before any part
+    is joined.
     """
     num_apart = len(plan_parts(inputs, default_part_bytes(inputs))) if by_tasks else workers
     estimate = _Estimate(inputs, settings, backend, num_apart, _DRY_RUN_SAMPLE_BYTES)
@@ -288,7 +288,7 @@ def dry_run(
 
 
 def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: TextRule = FILES) -> list[str]:
-    """Returns sample documents from the start and middle of a few inputs, without invalid lines."""
+    """Returns sample documents from the start and middle of a few inputs; skips invalid lines."""
     num_files = min(len(inputs), _SAMPLED_PLACES)
     parts = [
         Slice(path, 0, None) if is_stream(path) else Slice(path, start, path.stat().st_size)
@@ -324,7 +324,7 @@ def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
 
 
 def _ranges(prefix: Path, index: token_files.Index) -> Iterator[tuple[int, int]]:
-    """Yields byte ranges of the sequences in index order, as Megatron reads them."""
+    """Yields byte ranges that cover the sequences in index order, the order in which Megatron reads them."""
     if token_files.order_problem(prefix) is None:  # contiguous, so copy large pieces
         end = int(index.sizes.sum(dtype=np.int64)) * index.dtype.itemsize
         yield from ((start, min(start + _COPY_BYTES, end)) for start in range(0, end, _COPY_BYTES))
@@ -334,7 +334,7 @@ def _ranges(prefix: Path, index: token_files.Index) -> Iterator[tuple[int, int]]
 
 
 def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
-    """Joins token files, even if other programs wrote them, in the order of `prefixes`; returns the manifest.
+    """Joins token files (also from other programs) in the order of `prefixes`; returns the manifest.
 
     Raises:
         ValueError: if a file is missing or damaged, dtypes differ, or `output` is one of `prefixes`.

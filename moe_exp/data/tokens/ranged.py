@@ -50,7 +50,7 @@ def prefix_of(name: str) -> str:
 
 
 def split_url(url: str) -> tuple[Store, str]:
-    """Splits `url` into its folder as a Store and the file name without suffix (.bin or .idx)."""
+    """Splits `url` into a Store (its folder) and the file name without .bin or .idx."""
     parent, _, name = prefix_of(url.rstrip("/")).rpartition("/")
     if not name or not parent.partition("://")[2]:
         raise ValueError(f"{url}: has no file name. Fix: set a prefix such as s3://bucket/corpus/train.")
@@ -86,8 +86,8 @@ def find_tokens(url: str) -> dict[str, StoredFile]:
 
 
 def ensure_index(url: str, data_dir: Path) -> str:
-    """Copies the index and manifest, once per version of the files in the store. Returns the local prefix for
-    `TokenFiles` and `open_tokens`. Raises the errors of `find_tokens`.
+    """Copies the index and manifest, unless this version of the files was copied before. Returns the local
+    prefix for `TokenFiles` and `open_tokens`. Raises the errors of `find_tokens`.
     """
     store, name = split_url(url)
     found = find_tokens(url)
@@ -213,7 +213,7 @@ def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RemoteT
 
 
 def read_ranges(prefix: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Yields the bytes of each range of a prefix's .bin; reads from a store are parallel and not cached."""
+    """Yields the bytes of each range of a prefix's .bin. A store is read in parallel and without a cache."""
     if remote := _remote_of(prefix):
         folder, _, name = remote.url.rpartition("/")
         yield from Store(folder).read_ranges(name, list(ranges))

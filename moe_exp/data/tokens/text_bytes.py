@@ -65,7 +65,7 @@ class TokenBytes:
         self.note = self._probe(tokenizer, unknown)
 
     def _probe(self, tokenizer: TextTokenizer, unknown: int | None) -> str:
-        """Encodes example texts; returns the kinds that are lost, for `note`."""
+        """Encodes example texts; returns the kinds of text that the tokenizer changes (see `note`)."""
         encode, lost = own_package(tokenizer), []
         if self._space is not None:
             # 0 if the tokenizer itself adds a space before every document.
@@ -108,7 +108,7 @@ class TokenBytes:
 
 
 def _space_and_unknown(tokenizer: TextTokenizer) -> tuple[Int64Array | None, int | None]:
-    """Ids of the byte tokens that encode the space symbol (None: not used), and of the unknown token."""
+    """Ids of the byte tokens that encode the space symbol, and id of the unknown token; None if not used."""
     if tokenizer.kind == "bytes":
         return None, None
     if tokenizer.kind == "sentencepiece":

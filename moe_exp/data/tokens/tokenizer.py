@@ -1,4 +1,4 @@
-"""Loads tokenizers for the corpus tools, with their vocabulary size and end-of-document token.
+"""Loads tokenizers, their vocabulary sizes and their end-of-document tokens for the corpus tools.
 
 The tokenizers encode only the text: truncation, padding, dropout and post-processors (which add BOS) are
 removed, because Megatron encodes with `add_special_tokens=False`. Special tokens in a text are treated as
@@ -52,7 +52,7 @@ class TextTokenizer:
     bos_token: str | None = None  # token that the tokenizer's own post-processor adds before a text
 
     def special_tokens(self) -> dict[int, str]:
-        """Special tokens, by id, that encoding a text must not yield; excludes the unknown token."""
+        """Special tokens (id to text) that an encoded text must not contain; excludes the unknown token."""
         if self.allow_special:
             return {}
         tokens = {}
@@ -75,7 +75,7 @@ class TextTokenizer:
         return facts if self.bos_id is None else facts | {"bos_id": self.bos_id}
 
     def processor(self) -> Any:
-        """The tokenizer as an object of its own package (tokenizers, sentencepiece); None for `bytes`."""
+        """The tokenizer as an object of its own package (tokenizers or sentencepiece); None for `bytes`."""
         if self.kind == "bytes":
             return None
         if self.kind == "huggingface":
@@ -99,7 +99,7 @@ class TextTokenizer:
             logger.warning(text, self.name, self.bos_token, "--prepend-bos, PREPEND_BOS=true")
 
     def recorded(self) -> dict[str, Any]:
-        """`facts` and, for `same_tokenizer`, an entry `ids`: a hash of all that determines a text's ids."""
+        """`facts()` plus an entry `ids` for `same_tokenizer`: a hash of all that determines a text's ids."""
         is_json = self.kind == "huggingface"
         found = _ids_hash(orjson.loads(self.content)) if is_json else xxhash.xxh3_64_hexdigest(self.content)
         return self.facts() | {"ids": found}
@@ -164,8 +164,8 @@ def load_tokenizer(
 def load_named_tokenizer(
     name: str, *, eod_token: str | None = None, allow_special: bool = False, prepend_bos: bool = False
 ) -> TextTokenizer:
-    """Loads a tokenizer named as in TOKENIZER: a tokenizer.json or its folder, a SentencePiece .model file,
-    or `bytes`. Raises the errors of `load_tokenizer`.
+    """Loads a tokenizer named as in the setting TOKENIZER: a tokenizer.json or its folder, a SentencePiece
+    .model file, or `bytes`. Raises the errors of `load_tokenizer`.
     """
     if name == "bytes":
         return load_tokenizer("ByteLevelTokenizer", prepend_bos=prepend_bos)
@@ -176,7 +176,7 @@ def load_named_tokenizer(
 
 
 def is_tokenizer_of(name: str, facts: Mapping[str, Any]) -> bool:
-    """Whether tokenizer `name` gives the same ids as one with these `facts` (`TextTokenizer.recorded`)."""
+    """Whether tokenizer `name` gives the same ids as the tokenizer of `facts` (`TextTokenizer.recorded`)."""
     try:
         return same_tokenizer(load_named_tokenizer(name, eod_token=facts.get("eod_token")).recorded(), facts)
     except (ValueError, OSError):  # for example, it lacks the end-of-document token
@@ -184,15 +184,15 @@ def is_tokenizer_of(name: str, facts: Mapping[str, Any]) -> bool:
 
 
 def tokenizer_vocab_size(path: str | Path) -> int:
-    """Highest token id + 1 (including added tokens) of a tokenizer.json or its folder."""
+    """Highest token id (including added tokens) + 1; `path`: a tokenizer.json or its folder."""
     # Reading the JSON is faster than building the tokenizer, which processes all merges.
     return _vocab_size(_read_tokenizer_json(Path(path), "tokenizer"))
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
     """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: the 16 digits that older
-    checkpoints store, then a 16-digit hash of everything that determines the ids of a text. Raises the errors
-    of `tokenizer_vocab_size`.
+    checkpoints store, then a 16-digit hash of everything that determines the ids of a text. Raises ValueError
+    if the file is missing or invalid.
     """
     content = _read_tokenizer_json(Path(path), "tokenizer")
     names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
@@ -242,7 +242,7 @@ def _existing(field: str, path: str | Path | None) -> Path:
 
 
 def _tokenizer_json(model: str) -> Path:
-    """Path of the tokenizer.json for a file, folder or name on the Hub."""
+    """Path of the tokenizer.json; `model`: a file, a folder or a name on the Hub."""
     path = Path(model)
     if path.is_file():
         return path

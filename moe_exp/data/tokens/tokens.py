@@ -3,7 +3,7 @@
 Layout of the .idx file (little-endian), as in `megatron.core.datasets.indexed_dataset`: magic, version, dtype
 code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and
 int64 document indices. The .bin file has the tokens. We write one sequence per document, in order. Only
-`moe-exp data tokenize --merge` accepts files with sequences in another order; it writes them in order.
+`moe-exp data tokenize --merge` reads files with sequences in another order; the files it writes are in order.
 """
 
 import math
@@ -47,8 +47,8 @@ def write_token_files(
     prefix: str | Path, documents: Iterable[Sequence[int] | npt.NDArray[np.integer]], *, vocab_size: int,
     eod_id: int = EOD_ID,
 ) -> int:  # fmt: skip
-    """Writes `prefix`.bin, then `prefix`.idx, because no program reads a .bin without its .idx. Each document
-    gets `eod_id` at its end; `vocab_size` determines the token dtype. Returns the number of tokens.
+    """Writes `prefix`.bin first and `prefix`.idx last, because no program reads a .bin without its .idx. Each
+    document gets `eod_id` at its end; `vocab_size` determines the token dtype. Returns the number of tokens.
     """
     # An array takes 4 bytes per document, a list about 36.
     sizes, dtype = array("i"), token_dtype(vocab_size)
@@ -70,10 +70,10 @@ def token_dtype(vocab_size: int) -> TokenDtype:
 def write_index(
     path: Path, sizes: npt.NDArray[np.int32], dtype: np.dtype[Any], document_indices: Int64Array | None = None
 ) -> None:
-    """Writes an .idx file for sequences of the given sizes in tokens.
+    """Writes an .idx file; `sizes`: number of tokens in each sequence.
 
-    `document_indices`: index of each document's first sequence and, as the last entry, the number of
-    sequences. Default: each sequence is a document.
+    `document_indices`: index of each document's first sequence; its last entry is the number of sequences.
+    Default: each sequence is a document.
     """
     num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
     with replacing(path) as file:
@@ -118,7 +118,7 @@ def read_index(prefix: str | Path) -> Index:
 
 
 def order_problem(prefix: str | Path) -> str | None:
-    """Error that names the first out-of-order sequence in `prefix`.idx; None if all are in order."""
+    """Error naming the first out-of-order sequence in `prefix`.idx; None if all sequences are in order."""
     dtype, sizes, pointers, _ = read_index(prefix)
     start = 0
     for expected in _pointers_in_order(sizes, dtype):
@@ -132,9 +132,9 @@ def order_problem(prefix: str | Path) -> str | None:
 
 
 def bin_idx_problem(prefix: str | Path, *, in_order: bool = True) -> str | None:
-    """One-line description of a problem with `prefix`.bin or `prefix`.idx, or None. Reads no tokens.
+    """Problem with `prefix`.bin or `prefix`.idx, in one line; None if both are valid. Reads no tokens.
 
-    `in_order`: require contiguous sequences in the .bin.
+    `in_order`: sequences must also be contiguous in the .bin.
     """
     if bin_bytes(prefix) is None:
         return f"{prefix}.bin is missing"
@@ -200,12 +200,12 @@ def _read_header(path: Path) -> tuple[Any, ...]:
 def parse_blend(text: str) -> list[tuple[float, str]]:
     """Parses 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...' into (weight, prefix) pairs.
 
-    Prefixes may end in .bin or .idx. As in Megatron, several prefixes without weights are weighted by their
-    number of tokens, so their files must exist. A word that parses as a number is a weight. If the whole text
-    is an existing prefix, the text is not split, because DATA_DIR may contain spaces.
+    Prefixes may end in .bin or .idx. As in Megatron, if several prefixes have no weights, their numbers of
+    tokens are the weights, so their files must exist. A word that parses as a number is a weight. If the
+    whole text is an existing prefix, the text is not split, because DATA_DIR may contain spaces.
 
     Raises:
-        ValueError: if the text has none of these forms, or files of prefixes without weights cannot be read.
+        ValueError: if the text has none of these forms, or files whose tokens must be counted cannot be read.
     """
     words = text.split()
     if len(words) > 1 and bin_bytes(prefix_of(text.strip())) is not None:
@@ -254,18 +254,18 @@ class TokenFiles:
 
     @cached_property
     def sequence_bounds(self) -> Int64Array:
-        """Position of each sequence's first token; last entry: end of the last sequence. [sequences + 1]."""
+        """Position of each sequence's first token, then the end of the last sequence. [sequences + 1]."""
         bounds = np.zeros(self.num_sequences + 1, dtype=np.int64)
         np.cumsum(self._lengths, dtype=np.int64, out=bounds[1:])
         return bounds
 
     @cached_property
     def document_bounds(self) -> Int64Array:
-        """Position of each document's first token; last entry: end of the last document. [documents + 1]."""
+        """Position of each document's first token, then the end of the last document. [documents + 1]."""
         return self.sequence_bounds[self._documents]
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
-        """Tokens [begin, end). Not memory-mapped, because pages read once would then stay in memory."""
+        """Tokens [begin, end). A memory map is not used, because its pages would stay in memory."""
         if self._remote is not None:
             return self._remote[begin:end]
         return np.fromfile(f"{self.prefix}.bin", self.dtype, end - begin, offset=begin * self.dtype.itemsize)
@@ -299,7 +299,7 @@ class TokenFiles:
 
 
 def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
-    """The tokenizer's `vocab_size`, `eod_id` or `bos_id` in the manifest of token files; None if missing."""
+    """Tokenizer fact `name` (`vocab_size`, `eod_id` or `bos_id`) in a manifest of token files, or None."""
     values = (place.get(name) for place in (tokenizer_facts(manifest), manifest))
     return next((value for value in values if isinstance(value, int)), None)
 
@@ -314,7 +314,7 @@ def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def other_tokenizer(prefixes: Iterable[str]) -> str:
     """Error if the manifests of token files record different tokenizers, or different tokens at the start
-    or end of documents; empty if the manifests agree or record no tokenizer.
+    or end of documents; otherwise empty. Ignores manifests that record no tokenizer.
     """
     known: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:
@@ -333,7 +333,7 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:
-    """Manifest of the token files, or else of their folder; {} if neither exists, ValueError if damaged."""
+    """Manifest of the token files, else of their folder, else {}; raises ValueError if it is damaged."""
     if is_url(prefix):
         return remote_manifest(prefix)
     for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
@@ -344,13 +344,14 @@ def manifest_of(prefix: str) -> dict[str, Any]:
 
 
 def parse_split(text: str) -> list[Share | None]:
-    """Parses SPLIT into shares for training, validation and test: (begin, end) from 0 to 1, or None if empty.
+    """Parses SPLIT into shares for training, validation and test.
 
-    If `text` is empty, all documents are used for training. Sums the numbers in Megatron's order, so that a
-    document at a boundary falls into the same share as in Megatron.
+    A share is (begin, end), both from 0 to 1; an empty share is None. If `text` is empty, all documents are
+    used for training. Sums the numbers in Megatron's order, so that a document at a boundary falls into the
+    same share as in Megatron.
 
     Raises:
-        ValueError: if `text` is not one to three numbers, or the first is 0.
+        ValueError: if `text` is not one to three numbers, or if the first number is 0.
     """
     weights = [number_in(word) for word in (text or "1").split(",")]
     if len(weights) > _MOST_PARTS or weights[0] == 0 or not all(0 <= weight < math.inf for weight in weights):
@@ -369,7 +370,7 @@ def share_range(count: int, share: Share) -> tuple[int, int]:
 
 
 def part_tokens(files: TokenFiles, share: Share, *, by_sequence: bool = False) -> int:
-    """Number of tokens in a share of the documents or, if `by_sequence`, the sequences (as in GPTDataset)."""
+    """Number of tokens in a share of the documents (if `by_sequence`, of the sequences, as in GPTDataset)."""
     bounds = files.sequence_bounds if by_sequence else files.document_bounds
     begin, end = share_range(len(bounds) - 1, share)
     return int(bounds[end] - bounds[begin])

@@ -1,1 +1,1 @@
-"""Preflight: checks all nodes of a job in under a minute before training; node.py lists the steps."""
+"""Preflight: checks all nodes of a job before training, in under a minute. node.py lists the steps."""

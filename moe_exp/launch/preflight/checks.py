@@ -1,5 +1,5 @@
-"""Preflight checks of a rank. Its device is tested with exact matrix products and with memory patterns, its
-links with messages, all-reduce and all-to-all.
+"""Preflight checks of a rank. Exact matrix products and memory patterns test its device. Messages,
+all-reduce and all-to-all test its links.
 """
 
 import math
@@ -90,7 +90,7 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Fills at most `num_bytes` of memory with patterns before reading any byte back.
+    """Tests at most `num_bytes` of memory. Each pattern is first written to all of it, then read back.
 
     Returns `wrong` (number of wrong 8-byte words), `bytes` (number of bytes filled), and
     `gigabytes_per_second` of the fastest write + read.
@@ -120,7 +120,7 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """Bytes to check per rank: 90% of free GPU memory; CPU ranks share min(20% of free RAM, 1 GiB)."""
+    """Bytes to check per rank: 90% of free GPU memory; on a CPU, min(20% of free RAM, 1 GiB) / num_ranks."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     # files in /dev/shm are in memory
@@ -147,7 +147,7 @@ class LinkError(RuntimeError):
 def process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    """Inside the block, the global `ranks` form the default process group; no other group may use `store`."""
+    """Makes global `ranks` the default process group in the block. No other group may use `store`."""
     # Not subgroups: they need a group of all ranks first, which one bad link prevents, and torch numbers them
     # per process, so names would differ between ranks that were in different numbers of them.
     of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately
@@ -162,11 +162,12 @@ def process_group(
 
 
 def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None = None) -> dict[str, float]:
-    """Measures the default process group of two or more global `ranks`; all these ranks must call this.
+    """Measures the default process group, which consists of the global `ranks` (two or more).
 
-    Returns the best of several measurements: `latency_us` of an 8-byte all-reduce, and GB/s of `all_reduce`,
-    `all_to_all` and, if the global rank `twin` is given, `point_to_point` with that rank. Raises LinkError if
-    a result is wrong, and RuntimeError if other ranks do not respond.
+    All of these ranks must call this function. It returns the best of several measurements: `latency_us` is
+    the latency of an 8-byte all-reduce; `all_reduce` and `all_to_all` are rates in GB/s. If the global rank
+    `twin` is given, `point_to_point` is the rate in GB/s of transfers with that rank. Raises LinkError if a
+    result is wrong, and RuntimeError if other ranks do not respond.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     small = torch.zeros(1, dtype=torch.float64, device=device)
@@ -207,7 +208,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 
 
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
-    """Bytes per transfer and number of repeats that suit the slowest rank; all ranks get the same values."""
+    """Bytes per transfer and number of repeats for the slowest rank. All ranks get the same two values."""
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
     first = dist.all_to_all_single(torch.empty_like(probe), probe, async_op=True)
     assert first is not None  # torch returns None only to ranks outside the group
@@ -223,7 +224,7 @@ def _affordable(device: torch.device, size: int) -> tuple[int, int]:
 
 
 def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
-    """Duration (seconds) of the fastest all-reduce of integers, whose sum is exact in any order."""
+    """Duration of the fastest all-reduce, in seconds. The summands are integers, so the sum is exact."""
     size, rank = dist.get_world_size(), dist.get_rank()
     factor = size * (size + 1) // 2
     most = max(2, min(1021, 2**24 // factor))  # integers are exact in fp32 up to 2^24

@@ -94,7 +94,7 @@ def own_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def planned_hosts(num_nodes: int, given: str = "", environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The `num_nodes` hosts in `given`, or else SLURM_JOB_NODELIST, by NODE_RANK; empty if not that many."""
+    """Hosts in `given` (default: SLURM_JOB_NODELIST), by NODE_RANK; empty if there are not `num_nodes`."""
     # a list of another length belongs to another job or has a typo: better no names than wrong ones
     hosts = expanded_hosts(given or environ.get("SLURM_JOB_NODELIST", ""))
     return hosts if len(hosts) == num_nodes else []
@@ -116,7 +116,7 @@ THROTTLING = {
 
 
 def query_gpus() -> tuple[list[dict[str, str]], str]:
-    """For each GPU, values of the FIELDS that nvidia-smi supports; also nvidia-smi's error ('' if none)."""
+    """Each GPU's values of the FIELDS that nvidia-smi supports, and nvidia-smi's error ('' if no error)."""
     fields = list(FIELDS)
     # nvidia-smi reports only the first unknown field: each round removes or renames one
     for _ in FIELDS:
@@ -143,7 +143,7 @@ def query_gpus() -> tuple[list[dict[str, str]], str]:
 
 
 def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
-    """For each problem of the GPUs from `query_gpus`, yields a grade (see verdicts.py) and a line of text."""
+    """Yields a grade (see verdicts.py) and a line of text for each problem of the GPUs from `query_gpus`."""
     for gpu in gpus:
         where = f"GPU {gpu.get('index', '?')} ({gpu.get('pci.bus_id', 'unknown bus')})"
         if (errors := _number(gpu.get("ecc.errors.uncorrected.volatile.total"))) > 0:
@@ -171,5 +171,5 @@ def _number(text: str | None) -> int:
 
 
 def _is_set(text: str | None) -> bool:
-    """Whether a field of nvidia-smi is set: older drivers report `Yes`, newer ones report a count."""
+    """Whether a field of nvidia-smi is set: older drivers report `Yes`, newer drivers report a count."""
     return text == "Yes" or _number(text) > 0

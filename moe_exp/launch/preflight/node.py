@@ -1,4 +1,4 @@
-"""Preflight of one node, called by its launcher or by `moe-exp watch preflight`. Does not import torch."""
+"""Preflight of a node, run by the node's launcher or by `moe-exp watch preflight`. Does not import torch."""
 
 import contextlib
 import secrets
@@ -113,7 +113,7 @@ def verdict_without(config: Config, came: Mapping[int, Mapping[str, Any]], names
 
 
 def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
-    """Runs this node's ranks with a timeout; returns results by rank. `key`: rendezvous key from node 0."""
+    """Runs this node's ranks with a timeout; returns one result per rank. `key`: node 0's rendezvous key."""
     first = config.node_rank * config.gpus_per_node
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
         folder = Path(name)
@@ -178,9 +178,10 @@ def wait_for_port(config: Config, seconds: float = 5.0) -> None:
 
 
 def passes(config: Config) -> bool:
-    """Whether training may start; with PREFLIGHT=1, all nodes' launchers call this and get the same result.
+    """Runs the preflight and returns whether training may start.
 
-    Node 0 prints the table, adds bad nodes to the exclude list, and records the event `preflight`.
+    With PREFLIGHT=1, every node's launcher calls this function and gets the same result. Node 0 prints the
+    table, adds bad nodes to the exclude list, and records the event `preflight`.
     """
     start = time.monotonic()
     try:

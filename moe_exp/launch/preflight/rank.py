@@ -1,7 +1,7 @@
 """The preflight of one rank, started by torchrun: checks the rank's device, then its links, step by step.
 
-No rank may block other ranks for long. So process groups have short timeouts, ranks wait for each other with
-torch's key-value store, not a collective, and each step first writes the results so far to a file.
+No rank may block other ranks for long. So process groups have short timeouts, and ranks wait for each other
+with torch's key-value store instead of a collective. Each step first writes the results so far to a file.
 """
 
 import datetime
@@ -31,7 +31,7 @@ _JOIN_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class _Rank:
-    """This rank's results, written to a file at the start of each step, and its connection to other ranks."""
+    """This rank's connection to other ranks, and its results, which each step first writes to a file."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -65,7 +65,7 @@ class _Rank:
             self.values["host_memory"] = checks.check_memory(host, checks.bytes_to_fill(host, num_ranks))
 
     def check_links(self) -> None:
-        """Measures links in each node, in each pair of nodes (or ranks, if one node), and among all ranks."""
+        """Measures links in each node, in each pair of nodes (on one node, of ranks) and among all ranks."""
         config = self.config
         if config.world_size == 1:
             return
@@ -94,7 +94,7 @@ class _Rank:
             self.values["all_ranks"] = self._measure("all ranks", "all ranks", range(config.world_size))
 
     def _meet(self, step: str) -> None:
-        """Starts a step when all ranks have reached it; raises RuntimeError on a timeout."""
+        """Begins a step and waits until all ranks have reached it; raises RuntimeError on a timeout."""
         self.begin(step)
         # torch's store responds even if collectives hang
         if self._store.add(step, 1) == self.config.world_size:

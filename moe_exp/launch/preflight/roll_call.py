@@ -1,6 +1,6 @@
 """Roll call of a job's nodes before torch is loaded: nodes send JSON lines to node 0's MASTER_PORT. No torch.
 
-The main operation is `meet`: each node sends a value and receives the values of all nodes that sent one in
+The main operation is `meet`: each node sends a value and receives the values of all nodes that are in
 time. All nodes receive the same values.
 """
 
@@ -23,7 +23,7 @@ _CLOCK_ROUNDS = 9
 
 
 def listener(port: int, backlog: int) -> socket.socket:
-    """Listens on all addresses of this host (IPv6 if available); port 0: any free port. Raises OSError."""
+    """Listens on all addresses of this host (IPv6 if available). Port 0 is any free port. Raises OSError."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(
@@ -40,7 +40,7 @@ class _Meeting:
 
 
 class Server:
-    """Node 0's server, or any node's door: a server to which other nodes connect only as a test.
+    """Server of node 0, or the door of any node: a server that only lets other nodes test the connection.
     Raises OSError if the port is not available.
     """
 
@@ -213,7 +213,7 @@ _MOST_PEERS = 64  # in larger jobs, only peers at power-of-two distances
 
 
 def knock(address: str, port: int) -> str:
-    """Asks a node's server for the time; returns '' if the server answers, else the error."""
+    """Asks a node's server for the time; returns the error, or '' if the server answers."""
     try:
         with socket.create_connection((address, port), timeout=_KNOCK_SECONDS) as connection:
             connection.sendall(b'{"ask": "time"}\n')
@@ -223,7 +223,7 @@ def knock(address: str, port: int) -> str:
 
 
 def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Peers that `node` cannot reach, with the reason; `doors`: address and port of each node's `Server`."""
+    """Peers that `node` cannot reach, and why. `doors` has the address and port of each node's `Server`."""
     peers = peers_of(node, len(doors))
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
         reasons = threads.map(lambda peer: knock(*doors[peer]), peers)
@@ -231,7 +231,7 @@ def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]
 
 
 def peers_of(node: int, count: int) -> list[int]:
-    """Nodes to which `node` connects: all or, in a large job, those 1, 2, 4, ... ranks below and above it."""
+    """Nodes to which `node` connects: all others or, in a large job, nodes 1, 2, 4, ... ranks away."""
     if count <= _MOST_PEERS + 1:
         return [peer for peer in range(count) if peer != node]
     # about 2 log2(n) peers per node, through which all nodes are connected

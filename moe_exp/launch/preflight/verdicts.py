@@ -69,7 +69,7 @@ class NodeVerdict:
 
     @property
     def reason(self) -> str:
-        """One line that lists the node's own faults with the worst grade."""
+        """The node's own faults that have the worst grade, in one line."""
         own, grade = (finding for finding in self.findings if finding.is_its_fault), self.own_grade
         return "; ".join(finding.text for finding in own if finding.grade == grade)
 
@@ -84,7 +84,7 @@ class Verdict:
 
     @classmethod
     def on(cls, reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
-        """Creates a verdict on the nodes of `reports` with their host names, but without findings yet."""
+        """Creates a verdict without findings; takes the nodes and their host names from `reports`."""
         return cls([NodeVerdict(node, str(report["host"])) for node, report in sorted(reports.items())])
 
     @property
@@ -108,8 +108,8 @@ class Verdict:
 
 
 def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes: int) -> Verdict:
-    """Judges the nodes' reports (see `node.preflight`). `slow`: PREFLIGHT_SLOW; `needed_bytes`: space that a
-    checkpoint needs in RUN_DIR.
+    """Judges the nodes' reports (see `node.preflight`). `slow` is PREFLIGHT_SLOW. A checkpoint needs
+    `needed_bytes` of space in RUN_DIR.
     """
     verdict = Verdict.on(reports)
     all_ranks = [rank for report in reports.values() for rank in report["ranks"]]
@@ -186,7 +186,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
-    """Blames nodes for failed exchanges between nodes or, in a single-node job, between its ranks."""
+    """Blames nodes for failed exchanges between nodes. In a single-node job, exchanges are between ranks."""
     failed: dict[tuple[int, int], str] = {}
     for node, report in reports.items():
         for rank in report["ranks"]:
@@ -247,7 +247,7 @@ SPEEDS = (
 
 
 def _speeds(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]], slow: float) -> None:
-    """Compares each rank with ranks of other nodes or, in a single-node job, with the other ranks."""
+    """Compares each rank with other nodes' ranks. In a single-node job, compares ranks with each other."""
     for speed in SPEEDS:
         values = {
             (node, rank["rank"], rank["device"]): value
@@ -297,8 +297,8 @@ Pair = tuple[int, int]
 
 
 def rounds_of_pairs(count: int) -> list[dict[int, int]]:
-    """Forms pairs of the numbers below `count`, in at most 6 rounds; each round is a dict from number to
-    partner. If count > 2, each number has at least 2 partners over all rounds.
+    """Forms pairs of the numbers below `count`, in at most 6 rounds. Each round maps numbers to their
+    partners. If count > 2, each number has at least 2 partners over all rounds.
     """
     strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
     edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
@@ -312,7 +312,9 @@ def rounds_of_pairs(count: int) -> list[dict[int, int]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Repeatedly blames the node with the most pairs left; returns blamed nodes and pairs without them."""
+    """Blames the node that is in the most pairs, removes its pairs, and repeats this until each node is in at
+    most one pair. Returns the blamed nodes and the remaining pairs.
+    """
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:

@@ -1,1 +1,1 @@
-"""Submits a training run, from its settings, as consecutive SLURM jobs. Imports no torch."""
+"""Submits a training run as consecutive SLURM jobs. Imports no torch."""

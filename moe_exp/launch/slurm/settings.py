@@ -114,7 +114,7 @@ class SlurmSettings(BaseModel):
 
 
 def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> SlurmSettings:
-    """Settings from `flags`, else `environ`, else defaults; a ConfigError lists all invalid values."""
+    """Settings from `flags`, else `environ`, else defaults. Raises ConfigError with all invalid values."""
     given = given_values(flags, environ, SlurmSettings)
     try:
         settings = SlurmSettings(**given)

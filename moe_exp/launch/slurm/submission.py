@@ -65,7 +65,7 @@ class RunJob:
 
 
 def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space: bool = True) -> RunJob:
-    """Returns the job to submit; a ConfigError lists all problems. `with_space`: also check disk space."""
+    """The job to submit. Raises ConfigError with all problems. `with_space`: also check disk space."""
     if not is_one_line(str(Path.cwd())):  # part of every relative path
         raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "use another folder")])
     flags = with_file(flags, environ)
@@ -102,7 +102,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
 
 
 def _place_problems(job: RunJob) -> Iterator[str]:
-    """Problems: names that SLURM would misread, and folders that the container runtime cannot mount."""
+    """Error lines for names that SLURM would misread and folders that the container runtime cannot mount."""
     if re.search(r"[%\\]", str(job.folder)):  # patterns in SLURM's log file names
         rule = f"{job.run_folder} contains % or a backslash, which SLURM interprets in log file names"
         yield problem("run_name", job.config.name, rule, "change RUN_NAME or RUN_DIR")
@@ -172,7 +172,7 @@ def submit(job: RunJob) -> list[str]:
 
 
 def sbatch(command: Sequence[str], missing: str, fix: str) -> str:
-    """Calls `sbatch --parsable ...`; returns the job id. ValueError(`missing`) if sbatch is not found."""
+    """Runs `sbatch --parsable ...`. Returns the job id. Raises ValueError(`missing`) if sbatch is missing."""
     # Drop other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file.
     others = ("SLURM_", "SBATCH_", "SRUN_")
     names = [name for name in os.environ if name in _KEPT or not name.startswith(others)]
@@ -194,8 +194,8 @@ def _dependency(before: Sequence[str]) -> list[str]:
 
 
 def script_of(job: RunJob) -> str:
-    """Text of the sbatch file. Raises ConfigError if a value has a control character, such as a newline, and
-    ValueError if EXCLUDE_FILE (nodes that the job avoids) has an invalid line.
+    """Text of the sbatch file. Raises ConfigError if a value has a control character, such as a newline.
+    Raises ValueError if EXCLUDE_FILE, the list of nodes that the job avoids, has an invalid line.
     """
     excluded = slurm_option(read_excluded(job.exclude_file))
     options = [*(f"--{option}" for option in _options(job)), *filter(None, [excluded])]
@@ -239,7 +239,7 @@ def _options(job: RunJob) -> list[str]:
 
 
 def checked_line(text: str) -> str:
-    """Returns `text`; raises ConfigError if it has control characters (not all paths are checked earlier)."""
+    """Returns `text`. Raises ConfigError if it has control characters (some paths are checked only here)."""
     if not is_one_line(text):
         raise ConfigError([problem("sbatch file", text, NOT_ONE_LINE_RULE, "rename the file or folder")])
     return text
@@ -250,7 +250,7 @@ def _shell(text: object) -> str:
 
 
 def directives(options: Iterable[str]) -> list[str]:
-    """`#SBATCH` lines for options --name=value, quoted for sbatch. Of repeated options, the last applies."""
+    """Quoted `#SBATCH` lines for options --name=value. If an option is repeated, sbatch uses the last one."""
     lines = []
     for option in map(checked_line, options):
         plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)

@@ -30,7 +30,7 @@ class Exchange(Protocol):
     """An exchange of rows between ranks."""
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
-        """Starts moving `tensors` (None stays None), kept alive until the returned function is called."""
+        """Starts moving `tensors`. They stay alive until the returned function is called. None stays None."""
 
     @property
     def reverse(self) -> "Exchange":
@@ -63,7 +63,7 @@ class _OneByOne(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll(_OneByOne):
-    """Sends `send[i]` rows to each rank i, in rank order, and receives `receive[i]` rows from rank i."""
+    """Sends `send[i]` rows to rank i and receives `receive[i]` rows from it. Rows are in rank order."""
 
     send: Sequence[int]
     receive: Sequence[int]
@@ -172,7 +172,7 @@ class _Exchanged(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Flight:
-    """State that `_Depart` and `_Arrive` keep outside the autograd graph: collectives in flight."""
+    """Collectives in flight; `_Depart` and `_Arrive` share this state outside the autograd graph."""
 
     exchange: Exchange
     outward: Arrival | None = None
@@ -181,7 +181,7 @@ class _Flight:
 
 
 class _Depart(torch.autograd.Function):
-    """Returns an empty tensor that links the autograd graph to `_Arrive`; the results do not exist yet."""
+    """Has no results yet, so it returns an empty tensor that links the autograd graph to `_Arrive`."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *tensors: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
 
 
 def arrive(departed: Departed) -> tuple[Tensor, ...]:
-    """Waits for the tensors of `depart`. A second call fails, because it would send gradients again."""
+    """Waits for the exchange that `depart` launched. A second call fails: it would send gradients again."""
     if departed[1].outward is None:
         raise RuntimeError("arrive: called twice for the same depart(). Fix: reuse the first result.")
     return _Arrive.apply(*departed)
@@ -249,7 +249,7 @@ def gather_rows(x_RD: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gathered(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Like `gather_rows`, without gradient; `x` itself if the group has one rank or is None."""
+    """Like `gather_rows`, but without gradient. Returns `x` if the group has one rank or is None."""
     if group is None or group.size() == 1:
         return x
     out = x.new_empty(group.size() * x.size(0), *x.shape[1:])

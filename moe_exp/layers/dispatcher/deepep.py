@@ -1,8 +1,8 @@
 """DeepEP dispatcher: fused all-to-all kernels over NVLink and RDMA (github.com/deepseek-ai/DeepEP).
 
-A token is sent once to every rank that holds one of its experts, with its K expert indices and router
-weights; the receiving rank sorts by expert. DeepEP's combine is the backward of its dispatch, and vice versa.
-Shape suffixes: see `moe_exp.layers`; in addition, A = received tokens.
+A token is sent once to each rank that holds any of its experts, with its K expert indices and router
+weights. The receiving rank sorts its tokens by expert. DeepEP's combine is the backward of its dispatch, and
+vice versa. Shape suffixes: see `moe_exp.layers`; in addition, A = received tokens.
 """
 
 import importlib
@@ -29,7 +29,7 @@ SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 class DeepEPDispatcher(SpreadDispatcher):
     """Splits experts over `ep_group`. Requires bf16 rows, a CUDA device per rank and NVLink within a node.
 
-    `start` blocks the host during the exchange until DeepEP has written the row counts to host memory.
+    During the exchange, `start` blocks the host until DeepEP has written the row counts to host memory.
     `ep_group` must be an NCCL group; `etp_group` must be None or have one rank.
     """
 
@@ -106,7 +106,7 @@ def shared_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
 
 
 class _Send:
-    """Exchange of tokens and weights; its first `launch` computes the layout, and its later ones reuse it."""
+    """Exchange of tokens and weights. The first `launch` computes the layout; later launches reuse it."""
 
     def __init__(self, buffer: Any, expert_TK: Tensor, num_experts: int):
         self.buffer, self.expert_TK, self.num_experts = buffer, expert_TK, num_experts
@@ -140,7 +140,7 @@ class _Send:
 
 
 class _Return:
-    """Reverse of a `_Send`: sums each token's results or gradients and sends back router weight gradients."""
+    """Reverse of `_Send`: sends back router weight gradients and each token's summed results or gradients."""
 
     def __init__(self, there: _Send):
         self.there = there

@@ -1,7 +1,7 @@
 """Token dispatchers turn tokens into rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
 
 `start` sends the tokens and `finish` receives the rows, so that other work can run in between. `finish`
-also returns the record that `combine` needs; the dispatcher keeps no state but cached sizes.
+also returns the record that `combine` needs. The dispatcher itself stores only cached sizes.
 
     start:   tokens [T, D] -> rows sorted by expert (RowOrder) -> exchange departs
     finish:  exchange arrives -> rows sorted by local expert [R, D] (a second RowOrder)
@@ -70,7 +70,7 @@ class RoutedTokens:
 
     @property
     def record(self) -> DispatchRecord:
-        """An empty record, because the experts already sum each token's results."""
+        """Empty record: `combine` has nothing to do, because the experts already sum each token's results."""
         # Not a field, because torch.compile does not support its default.
         return DispatchRecord(None)
 
@@ -98,13 +98,13 @@ class Dispatcher(ABC):
         Args:
             x_TD: tokens, any float dtype.
             decision: routing decision for the tokens.
-            rows_per_expert: zero-pad each rank's rows for each expert to this number, so that shapes do not
-                depend on the data. The number must be equal on all ranks, and no rank may keep more slots
-                than this for any expert. None: no padding.
+            rows_per_expert: rows of each rank for each expert, after padding with zeros. Shapes then do not
+                depend on the data. The number must be equal on all ranks. No rank may keep more slots than
+                this for any expert. None: no padding.
 
         Returns:
-            The argument of `finish`, which must be called on the same CUDA stream as `start`. Work between
-            the two calls overlaps with the exchange, in forward and backward.
+            The argument of `finish`. Call `finish` on the same CUDA stream as `start`. Work between the
+            two calls overlaps with the exchange, in forward and backward.
         """
 
     def finish(self, pending: Pending) -> Dispatched | RoutedTokens:
@@ -190,9 +190,8 @@ class AllToAllDispatcher(SpreadDispatcher):
     """Sends rows to the ranks of their experts by all-to-all.
 
     A second all-to-all sends the router weights; NCCL runs both in one kernel. If experts are split over
-    `etp_group`, the ranks of this group gather the rows, and each rank computes partial results, which
-    `combine` sums. The host waits for the GPU once, to read the row counts; with `rows_per_expert`,
-    it does not wait.
+    `etp_group`, each rank of this group gathers the rows and computes partial results. `combine` sums the
+    partial results. Without `rows_per_expert`, the host waits for the GPU once, to read the row counts.
     """
 
     _padded: tuple[int, _ExchangeSizes] | None = None  # sizes with `rows_per_expert` rows, for later calls

@@ -1,6 +1,6 @@
 """Moves slots to rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
 
-Both directions are gathers without atomics, so results are bitwise reproducible. On a CUDA device, Triton
+Both directions gather without atomics, so results are bitwise reproducible. On a CUDA device, Triton
 kernels compute the row order and the sums, with int32 indices. RouterConfig explains the argument
 `use_kernels`.
 """
@@ -60,7 +60,7 @@ class SortedSlots:
     use_kernels: bool | None = None
 
     def order(self, num_rows: int | None = None) -> RowOrder:
-        """The row order. `num_rows`: sum of rows_per_expert_E; None: read from the GPU if needed."""
+        """The row order. `num_rows`: sum of rows_per_expert_E; if None, read from the GPU when needed."""
         slot_R, row_N = self.slot_N, self.row_N
         if self.has_drops:
             num_rows = int(self.rows_per_expert_E.sum()) if num_rows is None else num_rows
@@ -103,8 +103,8 @@ def pad_by_expert(
 
     Args:
         expert_TK, kept_TK: as for `sort_by_expert`.
-        rows_per_expert: at least the number of kept slots of any expert. This is not checked; more slots
-            would corrupt the rows of other experts.
+        rows_per_expert: at least the largest number of kept slots of an expert. This is not checked: an
+            expert with more slots would corrupt the rows of other experts.
     """
     padded = padded_order if takes_kernels(expert_TK, use_kernels) else padded_order_torch
     order = padded(expert_TK, num_experts, rows_per_expert, kept_TK)
@@ -116,11 +116,11 @@ def order_by_expert(
     splits: tuple[int, ...] | None = None, rows_per_expert: int | None = None,
     use_kernels: bool | None = None,
 ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:  # fmt: skip
-    """Returns the row order by expert, and the rows per expert on the device and on the host (None: unknown).
+    """Returns the row order, the rows per expert on the device, and their copy on the host (None if unknown).
 
     Args:
         expert_TK, kept_TK, counts_E: as for `sort_by_expert`.
-        splits: `counts_E` on the host; None: read from the device if slots may be dropped.
+        splits: `counts_E` on the host. If None and slots may be dropped, the counts are read from the device.
         rows_per_expert: as for `pad_by_expert`; None: no padding.
     """
     options: dict[str, Any] = {"num_experts": num_experts, "use_kernels": use_kernels}

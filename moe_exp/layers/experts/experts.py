@@ -41,16 +41,16 @@ class Experts(nn.Module):
         backend              input                        function
         triton               Dispatched or RoutedTokens   fused.py: Triton kernels that gather the rows
         loop, on a CPU       Dispatched or RoutedTokens   loop.py: one expert at a time, in the CPU's cache
-        others, loop on GPU  Dispatched                   two grouped GEMMs, weighted activation in between
+        others, loop on GPU  Dispatched                   grouped GEMM, weighted activation, grouped GEMM
 
     Weights are in PyTorch's (out, in) order: `weight1` [L, 2F or F, D], gate half first; `weight2` [L, D, F];
-    with `bias`, `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
+    if `bias` is set, also `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
 
     Args:
         ffn_size: F on this rank (width of an expert / expert tensor parallel size).
         backend: a name in grouped_gemm.BACKENDS or FUSED.
-        bias: add a bias after each projection. The second bias is multiplied by the router weight like the
-            rest of the output, so that padding rows remain zero.
+        bias: add a bias after each projection. The second bias is also multiplied by the router
+            weight, so that padding rows remain zero.
         etp_rank, etp_size: rank in the expert tensor parallel group, and size of the group. Each rank stores
             D / etp_size columns of the second bias and adds them to its partial sum.
         recompute_activation: recompute the input of the second GEMM in backward, as fused.py and loop.py
@@ -73,8 +73,8 @@ class Experts(nn.Module):
         super().__init__()
         _check_activation(activation)
         if bias and hidden_size % etp_size:
-            rule = f"with a bias, must be a multiple of the expert tensor parallel size {etp_size}"
-            raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP or omit the bias.")
+            rule = f"with biases, it must be a multiple of the expert tensor parallel size {etp_size}"
+            raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP, or set bias=False.")
         if backend not in FUSED and backend not in BACKENDS:
             fix = f"use one of {', '.join((*FUSED, *BACKENDS))}, or the result of grouped_gemm.choose_backend"
             raise ValueError(f"expert_backend={backend}: unknown backend. Fix: {fix}.")
@@ -109,7 +109,7 @@ class Experts(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, inputs: Dispatched | RoutedTokens) -> Tensor:
-        """Weighted outputs of the rows, [R, D]; for RoutedTokens, the sum of each token's outputs, [T, D]."""
+        """Weighted outputs of rows [R, D] or, for RoutedTokens, the sum of each token's outputs [T, D]."""
         # The only entry point, so that hooks of wrappers run (Megatron's overlapped parameter gather, FSDP2).
         if not isinstance(inputs, RoutedTokens):
             return self._of_rows(inputs)
@@ -126,11 +126,11 @@ class Experts(nn.Module):
 
     @property
     def needs_padding(self) -> bool:
-        """Whether the rows of every expert must be padded to get static shapes."""
+        """Whether static shapes require padding of each expert's rows."""
         return self.backend not in FUSED
 
     def takes_tokens(self, x: Tensor, *, few_kept: bool = False) -> bool:
-        """Whether `forward` accepts RoutedTokens on the device of `x`; `few_kept`: most slots are unused."""
+        """Whether `forward` accepts RoutedTokens on `x`'s device; `few_kept`: whether few slots are used."""
         # Fused experts do not wait for the number of kept slots and allocate a row for every slot. That would
         # waste memory if few are kept.
         return (self.backend in FUSED and not few_kept) or self._is_loop_on_cpu(x)
@@ -149,7 +149,7 @@ class Experts(nn.Module):
         return self._recomputed(run, rows_RD, weights_R)
 
     def _recomputed(self, run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights_R: Tensor) -> Tensor:
-        """Calls `run(x, weights_R)`; with `recompute_hidden`, backward recomputes intermediate tensors."""
+        """Calls `run(x, weights_R)`; if `recompute_hidden` is set, backward calls `run` again."""
         if not (self.recompute_hidden and torch.is_grad_enabled()):
             return run(x, weights_R)
         return cast(Tensor, checkpoint(run, x, weights_R, use_reentrant=False, preserve_rng_state=False))
@@ -170,7 +170,7 @@ class Experts(nn.Module):
         return output_RD + bias_RD * weights_R.unsqueeze(1).to(bias_RD.dtype)
 
     def _whole_bias2(self) -> Tensor | None:
-        """The second bias [L, D]: this rank's columns, and zeros in the columns of other ranks."""
+        """The second bias [L, D], with zeros in the columns that other ranks store."""
         if self.bias2 is None:
             return None
         after = self.weight2.size(1) - self.bias2_start - self.bias2.size(1)
@@ -192,7 +192,7 @@ class Experts(nn.Module):
         return expert_loop(x, weights_R, *parameters, rows_per_expert_L=counts_L, **options)
 
     def _recomputing(self, active_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor) -> Any:
-        """A context in which autograd does not save `active_RF` if `recompute_activation` is set."""
+        """A context for the second GEMM: if `recompute_activation` is set, `active_RF` is not saved."""
         if not self.recompute_activation or torch.compiler.is_compiling():  # the compiler decides itself
             return nullcontext()
         source_RW, factor_R1 = hidden_RW.detach(), weights_R.detach().to(hidden_RW.dtype).unsqueeze(1)
@@ -211,7 +211,7 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """y = (act(x W1) W2) * g, where g = sigmoid(x w_g) with a gate (Qwen2-MoE, arXiv:2407.10671), else 1.
+    """y = (act(x W1) W2) * g; with a gate (Qwen2-MoE, arXiv:2407.10671), g = sigmoid(x w_g), otherwise g = 1.
 
     The shared expert of DeepSeekMoE (arXiv:2401.06066), for use outside Megatron. Inside Megatron, use
     Megatron's SharedExpertMLP, which supports tensor parallelism. Weights are in PyTorch's (out, in) order:

@@ -23,7 +23,7 @@ def fused_experts(
     slot_R: Tensor | None = None, row_TK: Tensor | None = None, adds_to_main_grad: bool = False,
     recompute_hidden: bool = False, fp8: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns y_r = w_r * expert(x_r) of each row r, [R, D]; with `row_TK`, each token's sum of y_r, [T, D].
+    """Returns y_r = w_r * expert(x_r) for each row r, [R, D]; with `row_TK`, their sum per token, [T, D].
 
     The host never waits for the device.
 
@@ -32,7 +32,7 @@ def fused_experts(
         weights: router weights [R] or [T, K], used in fp32.
         offsets_L1: first row of each expert, on the device, see `moe_exp.layers`.
         weight1_LWD: weights of the first projection; the gate's half comes first.
-        slot_R, row_TK: slot of each row and row of each slot, from `slot_sort`.
+        slot_R, row_TK: the slot of each row, and the row of each slot; both come from `slot_sort`.
         adds_to_main_grad: if a weight has Megatron's `main_grad`, the kernels write its gradient there, and
             its `grad` is not valid. The gradient is added to `main_grad`, or overwrites it if the weight's
             `grad_added_to_main_grad` is False. This option is ignored under torch.compile.

@@ -1,10 +1,10 @@
 """Grouped GEMM: a matrix product per expert, for rows sorted by expert. Shape suffixes: see `moe_exp.layers`.
 
 Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, except the backends in
-FUSED, which compute whole experts in one function. `splits`: number of rows of each expert, or None if the
-host does not know it. `choose_backend` selects a backend. The backends in PACKAGES have not been run
-yet: they follow the sources of github.com/tgale96/grouped_gemm, nv-grouped-gemm
-(github.com/fanshiqing/grouped_gemm, same import name), megablocks and Transformer Engine 2.x.
+FUSED, which compute whole experts in one function. `splits` lists the number of rows of each expert; it is
+None if the host does not know these numbers. `choose_backend` selects a backend. The backends in PACKAGES
+have not been run yet. They follow the source code of github.com/tgale96/grouped_gemm, nv-grouped-gemm
+(github.com/fanshiqing/grouped_gemm, also imported as grouped_gemm), megablocks and Transformer Engine 2.x.
 """
 
 import functools
@@ -57,8 +57,9 @@ def loop_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, split
 
 
 def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
-    """Calls torch.nn.functional.grouped_mm, which is one kernel on Hopper and newer and never synchronizes.
+    """Calls torch.nn.functional.grouped_mm, which never synchronizes.
 
+    On Hopper and newer GPUs, grouped_mm runs as one kernel.
     Rows must be aligned to 16 bytes; fp64 is not supported.
     """
     if x_RD.size(0) == 0:  # no tokens for this rank's experts
@@ -287,7 +288,7 @@ OLDEST_FOR_KERNELS = (8, 9)  # the first tensor cores with e4m3
 
 
 def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
-    """Raises a ValueError unless our kernels (on a CPU: plain torch) can compute the experts in e4m3."""
+    """Raises ValueError if our kernels cannot compute e4m3 experts. On a CPU, torch replaces the kernels."""
     if backend != "triton":
         rule = f"requires expert_backend=triton, not {backend}"
         raise ValueError(f"fp8=e4m3: {rule}. Fix: set EXPERT_BACKEND=triton, or FP8=none.")
@@ -298,7 +299,7 @@ def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
 
 
 def te_row_multiple() -> int:
-    """Multiple to which each expert's row count must be padded in an FP8 autocast; 1 without autocast."""
+    """Required divisor of each expert's row count in an FP8 autocast. Outside an FP8 autocast, it is 1."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():
@@ -312,7 +313,7 @@ def padded_splits(splits: Sequence[int], multiple: int) -> list[int]:
 
 
 def pad_rows(x_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
-    """Appends zero rows to each expert's rows, up to `padded_splits`. They do not affect weight gradients."""
+    """Appends zero rows, up to each expert's `padded_splits`. Zero rows do not affect weight gradients."""
     zeros = x_RD.new_zeros(multiple, x_RD.size(1))
     added = [padded - rows for padded, rows in zip(padded_splits(splits, multiple), splits, strict=True)]
     if not any(added):

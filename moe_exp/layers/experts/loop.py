@@ -33,7 +33,7 @@ def expert_loop(
 ) -> Tensor:  # fmt: skip
     """y = (act(x W1^T + b1) * w) W2^T + w * b2 per row, expert by expert.
 
-    Saves the arguments and h = x W1^T + b1. Backward recomputes the activation while h is in the cache.
+    Saves the arguments and h = x W1^T + b1 for backward, which recomputes the activation while h is in cache.
 
     Args:
         x: rows sorted by expert [R, D]; with `order`, tokens [T, D].
@@ -77,7 +77,7 @@ class _ExpertLoop(torch.autograd.Function):
 
 
 def _tokens(order: RowOrder | None) -> Tensor | None:
-    """Token index of each row (padding: number of tokens); None if `x` already contains the rows."""
+    """Token index of each row; for padding, the number of tokens. None if `x` already contains the rows."""
     return None if order is None else order.slot_R // order.topk
 
 
@@ -213,7 +213,7 @@ def _backward(
 
 
 def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[int], Tensor]:
-    """Returns a function that maps a group to its rows: a slice of `x`, or gathered tokens."""
+    """Returns a function from a group's index to its rows: a slice of `x`, or tokens gathered from `x`."""
     if token_R is None:
         return x.split(splits).__getitem__
     tokens = token_R.split(splits)
@@ -263,7 +263,7 @@ def _drain(task: Callable[[int], None], groups: deque[int]) -> None:
 
 
 def is_balanced(rows: Sequence[int], num_threads: int) -> bool:
-    """Whether assigning the largest groups first gives the threads nearly equal numbers of rows."""
+    """Whether threads get nearly equal numbers of rows if the largest groups are assigned first."""
     loads = [0] * num_threads
     for size in sorted(rows, reverse=True):
         loads[loads.index(min(loads))] += size

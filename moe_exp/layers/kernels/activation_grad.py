@@ -47,7 +47,7 @@ def _load(
     hidden_rows, is_row, first, width: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Loads gate and up for one chunk of columns; without a gate, both are the pre-activation."""
+    """Loads one chunk of columns of gate and up. Without a gate, returns the pre-activation twice."""
     columns, mask = first + tl.arange(0, CHUNK), is_row[:, None]
     if not EVEN:
         mask = mask & (columns < width)[None, :]
@@ -167,7 +167,7 @@ def activation_grad_torch(
 def activation_backward_torch(
     dactive_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the results of `activation_grad` from `dactive_RF` = dy W2, in fp32 like the kernel."""
+    """Computes the results of `activation_grad`, given `dactive_RF` = dy W2. Like the kernel, uses fp32."""
     wide = torch.promote_types(hidden_RW.dtype, torch.float32)
     weights_R1 = weights_R.to(wide).unsqueeze(1)
     dhidden_RW, dweights_R, product_RF = weighted_activation_backward(
@@ -201,8 +201,9 @@ def activation_grad(
         weights_R: fp32 router weights.
 
     Returns:
-        The gradient of hidden_RW and, for computing the gradient of W2, a * w [R, F], both in the dtype of
-        hidden_RW; and the gradient of the router weights [R], in fp32. Rows >= offsets[L] are undefined.
+        Three tensors: the gradient of hidden_RW; a * w [R, F], needed for the gradient of W2; and the
+        gradient of the router weights [R]. The first two have the dtype of hidden_RW, the third is fp32.
+        Rows >= offsets[L] are undefined.
     """
     num_rows, (num_experts, depth, width) = hidden_RW.size(0), weight2_LDF.shape
     dhidden_RW, weighted_RF = hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, width)

@@ -1,4 +1,4 @@
-"""Sum of expert rows per token, also used for gradients. Shape suffixes: see `moe_exp.layers`."""
+"""Adds up each token's expert rows; also used for gradients. Shape suffixes: see `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def combine(y_RD: Tensor, row_TK: Tensor) -> Tensor:
     """Adds each token's K rows in fp32 in slot order; returns the sums [T, D] in the dtype of `y_RD`.
 
     Args:
-        y_RD: rows.
         row_TK: row index of each slot, int32 or int64; indices >= R mark dropped slots, which add nothing.
     """
     (num_tokens, topk), width = row_TK.shape, y_RD.size(1)

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that may be split over ranks; forward and backward read logits once each.
+"""Cross entropy over a vocabulary that may be split over ranks; forward and backward each read logits once.
 
 The loss of a token with logits z is log(sum_v exp(z_v)) - z_target, in fp32. Shapes: N tokens, V vocabulary
 entries of this rank, hidden size D, C tokens per chunk.
@@ -79,7 +79,7 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
         first: index of this rank's first vocabulary entry.
 
     Returns:
-        Log-sum-exp of the logits, and the logit of the target (0 if it is on another rank), both fp32 [N].
+        Log-sum-exp of the logits, and the target's logit (0 if the target is on another rank), both fp32 [N].
     """
     num_rows, width = logits_NV.shape
     (target_N,), logits_NV = launch.contiguous(target_N), launch.last_contiguous(logits_NV)
@@ -142,7 +142,7 @@ def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> t
 
     Args:
         name: one of these choices, or `auto` (triton on a GPU that runs the Triton kernels, else megatron).
-        failure: why `auto` must not choose the kernels, see `launch.failure_of`.
+        failure: reason why `auto` must not choose triton (empty if it may), see `launch.failure_of`.
     """
     if name == "megatron":
         return "megatron", "Megatron's function, which saves probabilities in fp32; set by CROSS_ENTROPY"
@@ -168,7 +168,7 @@ def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = No
         logits: logits of this rank's vocabulary entries, [..., V]. On a GPU, backward overwrites them with
             the gradient.
         target: target ids in the whole vocabulary, [...].
-        group: ranks that share the vocabulary, split evenly in rank order; None: it is not split.
+        group: ranks over which the vocabulary is split evenly, in rank order; None if it is not split.
     """
     flat_NV = logits.reshape(-1, logits.size(-1))
     return _TokenLosses.apply(flat_NV, target.reshape(-1), group).view(target.shape)
@@ -224,12 +224,12 @@ def linear_losses(
     """`token_losses` of the logits `hidden @ weight_VD.t()`, computed one chunk of tokens at a time.
 
     The forward pass also computes the gradients of `hidden` and `weight_VD`, assuming that the gradient of
-    each loss is its `mask` value. Backward only multiplies them by a scalar c, so the loss gradients must be
-    c * mask (otherwise, the results are NaN).
+    each loss is its `mask` value. Backward only multiplies these gradients by a scalar c. The gradients of
+    the losses must therefore be c * mask; otherwise, the results are NaN.
 
     Args:
         hidden: input of the output layer, [..., D], the same on all ranks of the group. Backward returns this
-            rank's share of its gradient; the shares of all ranks add up to the full gradient.
+            rank's share of the gradient of `hidden`; the full gradient is the sum over all ranks.
         weight_VD: output weight for this rank's vocabulary entries. Its gradient is added to Megatron's
             `main_grad`, if the weight has one.
         target, group: see `token_losses`.

@@ -1,4 +1,4 @@
-"""Kernels for expert capacity, without device syncs: selection of the kept slots, padding of experts' rows.
+"""Kernels for expert capacity: they select the kept slots and pad the experts' rows, without device syncs.
 
 The kernels start from the result of `slot_sort`. Shape suffixes: see `moe_exp.layers`.
 """
@@ -18,7 +18,7 @@ _BLOCK_ROWS = 4096  # rows of one expert per step; one expert may have all rows
 
 @jit
 def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
-    """Keeps one expert's slots with the largest weights, by radix selection with 8-bit digits."""
+    """Keeps one expert's slots of largest weight; a radix selection with 8-bit digits finds these slots."""
     expert = tl.program_id(0)
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     limit = tl.load(limits + expert).to(tl.int32)
@@ -112,8 +112,8 @@ def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) 
 
     Args:
         expert_TK: chosen experts, int32 or int64; padding has the value E and is never kept.
-        weights_TK: fp32 router weights; each expert keeps its slots of highest weight, and earlier slots if
-            weights are equal. None: each expert keeps its first slots.
+        weights_TK: fp32 router weights; each expert keeps its slots of highest weight. Of slots with
+            equal weights, the earlier slots are kept. None: each expert keeps its first slots.
         limits_E: maximum number of kept slots of each expert, int32, on the device.
     """
     if weights_TK is not None and weights_TK.dtype != torch.float32:

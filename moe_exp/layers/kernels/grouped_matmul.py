@@ -25,8 +25,8 @@ CONFIGS = configs(
 
 
 def _by_library(at: dict[str, Any]) -> None:
-    """Calls torch._grouped_mm in place of `_kernel`; both leave rows after the last expert's rows
-    uninitialized. The result is not copied: `y` takes over its memory.
+    """Calls torch._grouped_mm in place of `_kernel`. Neither initializes the rows after the last
+    expert's rows. The result is not copied: `y` takes over its memory.
     """
     memory = at["y"].untyped_storage()
     size = memory.nbytes()
@@ -57,8 +57,8 @@ def _kernel(
 ):  # fmt: skip
     """y[r] = x[r] @ w[e] + weights[r] * bias[e], where e is the expert of row r.
 
-    x [R, I], w [L, I, O] with any strides, y [R, O]; depth is I, width is O. The kernel ignores
-    `rows_class`, HAS_TMA and HAS_LIBRARY, which are for the tuner, and PROGRAMS, which is for the grid.
+    x [R, I], w [L, I, O] with any strides, y [R, O]; depth is I, width is O. Only the tuner
+    uses `rows_class`, HAS_TMA and HAS_LIBRARY. Only the grid uses PROGRAMS.
     """
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
@@ -122,7 +122,7 @@ def grouped_matmul(
     x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiplies each row by its expert's matrix; returns [R, O], undefined from row offsets[L] on.
+    """Multiplies each row by its expert's matrix. Returns [R, O]; rows from offsets[L] on are undefined.
 
     Args:
         x_RI: rows sorted by expert.

@@ -120,7 +120,7 @@ VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit without specialization on arguments whose prefix is in VARYING; no-op without Triton."""
+    """triton.jit that does not specialize on arguments with a prefix in VARYING; no-op without Triton."""
     if triton is None:
         return function
     # The name in profilers consists of module and function, such as `up_projection_kernel`.
@@ -139,7 +139,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def is_of_device(error: Exception) -> bool:
-    """Whether the error was caused by the device (out of memory, illegal access), not by a kernel config."""
+    """Whether the device caused the error (out of memory, illegal access), and not a kernel config."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if not torch.cuda.is_available():
@@ -152,7 +152,7 @@ def is_of_device(error: Exception) -> bool:
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """`x`, or a contiguous copy if its last dimension is strided, which kernels do not support."""
+    """Returns `x` if its last dimension is contiguous, as kernels require, or else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -213,7 +213,7 @@ def leave_free(num_processors: int) -> None:
 
 
 def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1, takes_all: bool = False) -> int:
-    """Number of programs of a persistent grid, each of which computes several tiles.
+    """Number of programs in a persistent grid, where each program computes several tiles.
 
     Args:
         num_tiles: upper limit on the number of programs.
@@ -261,12 +261,12 @@ def compilable(
     name: str, fake: Callable[..., Any], *, twin: Callable[..., Any] | None = None, takes_fp64: bool = True,
     mutates: Sequence[str] = (),
 ) -> Callable[[Function], Function]:  # fmt: skip
-    """Decorator: runs a function on its first tensor's device, as an opaque operator for torch.compile.
+    """Decorator: runs a function on its first tensor's device; torch.compile sees an opaque operator.
 
     Args:
         fake: function with the same arguments that returns uninitialized results.
-        twin: plain-torch reference with the same arguments, used where no kernel can run; None: the function
-            has no kernel, or decides itself whether to use it.
+        twin: plain-torch reference with the same arguments, used where no kernel can run. None if the
+            function has no kernel, or itself decides when to use its kernel.
         takes_fp64: if False, fp64 tensors use the twin because the kernel computes in fp32.
         mutates: names of the arguments that the function writes to.
     """

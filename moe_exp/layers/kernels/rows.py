@@ -1,7 +1,7 @@
 """Kernels that permute rows and sort chunks of rows. Shape suffixes: see `moe_exp.layers`.
 
-Forward and backward passes are gathers: the gradient of `gather_rows` is `combine` (combine.py) with the
-inverse index.
+Both the forward and the backward pass gather rows: the gradient of `gather_rows` is computed by `combine`
+(combine.py) with the inverse index.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _chunk_kernel(
     ends_by_expert, ends_by_source, slot, row, num_rows, num_sources, num_experts, BLOCK_R: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Finds the chunk of each sorted row, by bisection in STEPS steps."""
+    """Finds the chunk of each sorted row; the bisection takes STEPS steps."""
     mine = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_mine, num_chunks = mine < num_rows, num_sources * num_experts
     chunk = tl.zeros((BLOCK_R,), dtype=tl.int32)  # chunks that end at or before the row
@@ -67,11 +67,11 @@ def gather_rows_torch(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
     twin=gather_rows_torch,
 )  # fmt: skip
 def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
-    """Returns the rows x[index // divisor], [R, D] or [R]; zero for an index past the last row of x.
+    """Returns the rows x[index // divisor], [R, D] or [R]. Rows past the end of x are zero.
 
     Args:
         x: [T, D] or [T], any dtype.
-        index_R: row of x for each output row, or slot if `divisor` is the top-k K; int32 or int64, >= 0.
+        index_R: row in x of each output row (slot if `divisor` is the top-k K); int32 or int64, >= 0.
     """
     num_rows, width = index_R.size(0), 1 if x.dim() == 1 else x.size(1)
     out = x.new_empty(num_rows, *x.shape[1:])

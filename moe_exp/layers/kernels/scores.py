@@ -1,4 +1,4 @@
-"""Triton code that chooses and weighs experts by fp32 logits [tokens, experts] and computes router losses."""
+"""Triton code to choose experts by fp32 logits [tokens, experts], weigh them, and compute router losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sigmoid(z):
 
 @jit
 def raw_scores(z, probabilities, SCORE: tl.constexpr):
-    """Scores before the chosen are normalized; they determine the chosen experts and their weights."""
+    """Scores before normalization over the chosen experts; they determine these experts and their weights."""
     if SCORE == "softmax":
         raw = probabilities
     elif SCORE == "sigmoid":
@@ -74,7 +74,7 @@ def key_of(x):
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The TOPK best experts, their values (both [BLOCK_T, BLOCK_K]), and `key`, LEAST at these experts."""
+    """TOPK best experts and their `values`, both [BLOCK_T, BLOCK_K]; `key`, set to LEAST at these experts."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -91,8 +91,8 @@ def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOC
 def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
     """Router weights of the chosen experts.
 
-    `value` contains logits if softmax is applied after the choice, log scores if sigmoid or sqrtsoftplus
-    scores are normalized, and raw scores otherwise.
+    `value` contains logits if softmax is applied after the choice, and log scores if sigmoid or sqrtsoftplus
+    scores are normalized. Otherwise it contains raw scores.
     """
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
         value = tl.where(is_place, value, -float("inf"))
@@ -144,7 +144,7 @@ def router_losses(
 
     Args:
         counts_E: int64, slots per expert in the whole micro-batch.
-        total: number of tokens of the micro-batch; None: `num_tokens`, which is at least 1.
+        total: number of tokens of the micro-batch. If it is None, `num_tokens` is used, which is at least 1.
 
     Returns:
         Three losses, [3]: first the weighted sum (aux_coeff * balance + z_coeff * z), then balance, then z.

@@ -79,7 +79,7 @@ Outputs = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One public function with its operands; `run` (kernel) and `twin` (plain torch) return all results."""
+    """One public function with its operands: `run` calls its kernel, `twin` its plain-torch reference."""
 
     kernel: str
     dtype: torch.dtype
@@ -127,7 +127,7 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[Ker
 
 
 def compare(case: Case, device: torch.device) -> KernelCheck:
-    """Compares one case with its reference in every candidate config."""
+    """Runs a case's kernel in every candidate config and compares the results with the reference."""
     tuned, limit = case.tuned, LIMITS[case.dtype]
     if case.dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         limit = _LIMIT_TF32
@@ -164,7 +164,7 @@ def compare(case: Case, device: torch.device) -> KernelCheck:
 
 
 def error_of(results: Outputs, expected: Outputs) -> float:
-    """Largest row error, relative to max(row's norm, mean norm); inf if integers differ."""
+    """Largest error of a row, relative to max(row's norm, mean norm of all rows); inf if integers differ."""
     errors = []
     for one, other in zip(results, expected, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -205,7 +205,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Calls to time, at the run's sizes: per class of row counts, every kernel that has several configs."""
+    """Calls for timing kernels with several configs: at the run's sizes, in each class of row counts."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts
@@ -337,7 +337,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def _with_gradient(function: Any) -> Any:
-    """Wraps a router function to also return its logits' gradient, for random gradients of its outputs."""
+    """Wraps a router function: it also returns the gradient of its logits, from random output gradients."""
 
     @functools.wraps(function)
     def run(logits_TE: Tensor, *args: Any, **options: Any) -> Outputs:

@@ -13,7 +13,7 @@ _BLOCK = 128
 
 @jit
 def _experts_of_block(expert, kept, slots, num_slots, num_experts):
-    """Expert of each slot; `num_experts` if dropped or invalid, `num_experts + 1` after the last slot."""
+    """Expert of each slot: `num_experts` for a dropped or invalid slot, `num_experts + 1` past the end."""
     is_slot = slots < num_slots
     chosen = tl.load(expert + slots, mask=is_slot, other=0).to(tl.int32)
     if kept is not None:
@@ -94,7 +94,7 @@ def slot_sort(
     Args:
         expert_TK: expert of every slot, int32 or int64; a slot with an expert outside [0, E) is dropped.
             N must be below 2^31.
-        kept_TK: bool, False drops the slot too; None: only slots with an invalid expert are dropped.
+        kept_TK: bool; slots with False are also dropped. None drops only slots with an invalid expert.
 
     Returns:
         slot_N: slot in each sorted row, int32.

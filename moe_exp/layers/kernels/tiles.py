@@ -12,7 +12,7 @@ from moe_exp.layers.kernels.launch import jit, tl
 
 @jit
 def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Number of row tiles up to and including each expert, [BLOCK_E]; an expert without rows has no tile."""
+    """Cumulative sum of the experts' numbers of row tiles, [BLOCK_E]. An expert without rows has no tile."""
     # Each program finds the expert of its row tile from the offsets, in registers. So nothing needs to be
     # counted in advance for each tile size, and the host never waits for the number of tiles.
     expert = tl.arange(0, BLOCK_E)
@@ -25,7 +25,7 @@ def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.const
 
 @jit
 def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
-    """Expert and first row of row tile `tile`, and the end of the expert's rows."""
+    """Expert of row tile `tile`, first row of the tile, and end of the expert's rows (exclusive)."""
     is_before = tile_ends <= tile
     expert = tl.sum(is_before.to(tl.int32), 0)
     tiles_before = tl.max(tl.where(is_before, tile_ends, 0), 0)
@@ -47,7 +47,7 @@ def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
 def tile_place(
     tile, num_m, num_n, tile_ends, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """For tile `tile` in a grid of num_m x num_n tiles: the results of `row_tile`, and the column index."""
+    """Results of `row_tile`, and column index, for tile `tile` in a grid of num_m x num_n tiles."""
     tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
     expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
     return expert, row, row_end, tile_n
@@ -55,7 +55,7 @@ def tile_place(
 
 @jit
 def row_sources(tokens, rows, row_end, num_tokens):
-    """For each row of a tile: the row of the operand to read, and whether it is a token (not padding).
+    """Operand row to read for each row of a tile, and whether the row is a token (False: padding).
 
     If `tokens` is None, the operand's rows are already in sorted order.
     """
@@ -78,7 +78,7 @@ def dot(a, b, total, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
 
 @jit
 def load_where(block, mask, IS_WHOLE: tl.constexpr):
-    """Values at the addresses `block`, zero where the mask is False; IS_WHOLE: the mask is always True."""
+    """Values at the addresses `block`, or zero where `mask` is False. IS_WHOLE: `mask` is True everywhere."""
     return tl.load(block, mask=None if IS_WHOLE else mask, other=None if IS_WHOLE else 0.0)
 
 
@@ -132,7 +132,7 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
 
 @jit
 def linear_unit(up, ACTIVATION: tl.constexpr):
-    """The factor that multiplies the activated gate: `up`, clamped and shifted for clamped_swiglu."""
+    """Factor of the activated gate: `up`, which clamped_swiglu clamps and shifts."""
     if ACTIVATION == "clamped_swiglu":
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
     return up

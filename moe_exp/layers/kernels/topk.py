@@ -49,7 +49,7 @@ class TopK(NamedTuple):
 
 @jit
 def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
-    """Logits (-inf past the last expert), mask of rows below `num_tokens`, and that mask without padding."""
+    """Logits (-inf past the last expert), mask of rows below `num_tokens`, mask of these except padding."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
@@ -206,7 +206,7 @@ def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor]
 
 
 class ScoreFunction(NamedTuple):
-    """Per-expert score `raw(logits, log_scores)`, its logarithm `log`, and `log`'s derivative, `slope`."""
+    """Per-expert score `raw(logits, log_scores)`, its logarithm `log`, and derivative `slope` of `log`."""
 
     raw: Callable[[Tensor, Tensor], Tensor]
     log: Callable[[Tensor], Tensor]
@@ -281,7 +281,7 @@ def router_topk_torch(
 
 
 def _best(choice_TE: Tensor, topk: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The K best experts of each token, and how many tokens (padding not counted) use each expert."""
+    """The K best experts of each token, and the number of tokens per expert, without padding."""
     # Not torch.topk, which does not define the order of ties.
     expert_TK = choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
     ones_TK = torch.ones_like(expert_TK)

@@ -1,4 +1,4 @@
-"""Chooses a kernel's config: by timing, from a file, or from rank 0's choice."""
+"""Chooses a kernel's config: times all configs, reads a stored choice, or takes over rank 0's choice."""
 
 import functools
 import hashlib
@@ -71,9 +71,10 @@ class _Launcher:
 class Tuned:
     """A kernel with several configs: `kernel[grid](...)` launches the fastest. Arguments: see `tuned`.
 
-    The configs are timed at the first launch with a new key, which consists of the values of the arguments in
-    `key` and the dtypes of all tensors. A config that fails is dropped with one warning, and another config
-    is used. After `take_choices`, no config is timed, and a new key uses the config of the most similar key.
+    The configs are timed at the first launch with a new key. A launch's key consists of the dtypes of all
+    tensors and the values of the arguments that `key` names. A config that fails is dropped with one warning,
+    and another config is used. After `take_choices`, no config is timed. A new key then uses the config of
+    the most similar key.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Tuned:
 
     @contextmanager
     def only(self, config: KernelConfig) -> Iterator[None]:
-        """In this context, launches use `config`, or raise UnsuitedError if it does not suit the operands."""
+        """In this context, launches use `config`. UnsuitedError if it does not support the operands."""
         self._only = config
         try:
             yield
@@ -143,7 +144,7 @@ class Tuned:
                 self.drop(config, error)
 
     def _signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Key:
-        """Key of a launcher: all inputs that determine the config and the code that Triton compiles."""
+        """Key of a launcher: all inputs on which the config and the compiled code depend."""
         found: list[Any] = [args[0].device.index]
         for x, varies in zip(args, self._varies, strict=False):
             if isinstance(x, Tensor):
@@ -183,7 +184,7 @@ class Tuned:
         return [x for x in self.configs if x not in self._dropped and x.suits(kwargs)]
 
     def take(self, choices: dict[Key, KernelConfig]) -> None:
-        """Replaces the choices (see `take_choices`), leaving out configs that failed in this process."""
+        """Replaces the choices (see `take_choices`). Configs that failed in this process are left out."""
         self.choices = {key: config for key, config in choices.items() if config not in self._dropped}
         self._launchers.clear()
         self.is_decided = True
@@ -272,7 +273,7 @@ class Tuned:
         return fastest
 
     def _file(self, key: Key) -> Path | None:
-        """File in which processes share the choice; its name has a hash of all that determines the choice."""
+        """File in which processes share a choice. Its name hashes all facts that determine the choice."""
         on = device_facts()
         if not on:
             return None
@@ -295,7 +296,7 @@ TUNED: dict[str, Tuned] = {}  # all tuned kernels, by name
 
 
 def choices() -> dict[str, dict[Key, int]]:
-    """Maps kernel name and key to the index of the chosen config."""
+    """Returns the index of the chosen config for each key of each kernel."""
     return {
         name: {key: kernel.configs.index(config) for key, config in kernel.choices.items()}
         for name, kernel in TUNED.items()
@@ -347,12 +348,12 @@ def tuned(
         configs: see KernelConfig. Callers set the kernel argument HAS_TMA if they pass tensor descriptors.
             With deterministic algorithms, and in the interpreter, only the first config is used.
         key: names of kernel arguments; configs are timed again for each new combination of argument values.
-        blocks: function that takes a dict of all arguments, and returns a dict from the name of each
-            descriptor argument to its block shape; called before each launch with TMA=1. TMA=1 requires
-            2-byte values.
-        library: PyTorch function that computes the same result from a dict of the positional arguments;
-            becomes the last config. Callers set the kernel argument HAS_LIBRARY if `library` supports
-            the operands.
+        blocks: function that is called with a dict of all arguments before each launch with TMA=1. It
+            returns a dict of block shapes; the keys are the names of the descriptor arguments. TMA=1
+            requires 2-byte values.
+        library: PyTorch function that computes the same result from a dict of the positional arguments.
+            This function becomes the last config. Callers set the kernel argument HAS_LIBRARY if `library`
+            supports the operands.
     """
     # Without `is_trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
 
@@ -384,7 +385,7 @@ _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 
 
 def rows_class(num_rows: int, num_groups: int = 1) -> int:
-    """Size class of the rows per group: 0 (below 64), 1 (below 512) or 2; each class is tuned separately."""
+    """Size class of the rows per group: 0 (below 64), 1 (below 512) or 2. Each class is tuned separately."""
     # Part of the tuning keys, so that a process that first generates a few tokens does not use their config
     # for training. Coarse, because every class is timed.
     return sum(num_rows >= num_groups * size for size in (64, 512))

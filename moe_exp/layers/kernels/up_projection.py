@@ -1,4 +1,4 @@
-"""Grouped GEMM of the up-projection, which gathers rows and applies the weighted activation in its epilogue.
+"""Grouped GEMM of the up-projection. It gathers rows, and its epilogue computes the weighted activation.
 
 Shape suffixes: see `moe_exp.layers`.
 """
@@ -44,7 +44,7 @@ def _finish(
     products, hidden_rows, active_rows, scale, is_row, column, width, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes COLUMNS columns of the weighted activation, from `column` on, and of hidden if it is kept."""
+    """Writes COLUMNS columns, starting at `column`: the weighted activation and, if KEEPS_HIDDEN, hidden."""
     columns = column + tl.arange(0, COLUMNS)
     is_out = is_row[:, None] & (columns < width)[None, :]
     hidden_block = hidden_rows[:, None] + columns[None, :]
@@ -160,19 +160,19 @@ def up_projection(
     x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, weights_R: Tensor,
     token_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes hidden = x[token] W1^T + b1, and its activation times the router weight; sums are in fp32.
+    """Computes hidden = x[token] W1^T + b1 and its activation times the router weight, with sums in fp32.
 
     Args:
-        x: tokens [T, D] or, if `token_R` is None, rows sorted by expert [R, D].
+        x: tokens [T, D]; if `token_R` is None, rows [R, D], sorted by expert.
         weight1_LWD: in PyTorch's (out, in) order, gate half first.
         token_R: int32, token of each row; T for a padding row, whose result is zero.
         weights_R: fp32, router weight of each row.
         bias1_LW: b1 in the dtype of x; None: 0.
-        keeps_hidden: write hidden for backward.
+        keeps_hidden: whether to write hidden, for backward.
 
     Returns:
         hidden [R, W] ([0, W] if not `keeps_hidden`) and the weighted activation [R, F], in the dtype of x.
-        Row offsets[L] and all later rows are undefined.
+        The rows from offsets[L] on are undefined.
     """
     hidden_RW, active_RF = _outputs(
         x, weight1_LWD, activation=activation, token_R=token_R, keeps_hidden=keeps_hidden

@@ -1,7 +1,7 @@
 """Gradients of the experts' matrices: sums of products over rows. The rows may be read through an index.
 
-Each program computes one tile of an expert's matrix from all rows of the expert, without atomics, so results
-are bitwise reproducible. Shape suffixes: see `moe_exp.layers`.
+Each program computes one tile of an expert's gradient from all of the expert's rows. No atomics are used, so
+results are bitwise reproducible. Shape suffixes: see `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _kernel(
 
 @jit
 def _rows_of(index, rows, is_row):
-    """Row indices into an operand, arbitrary where `is_row` is False. If `is_row` is None, all rows exist."""
+    """Row indices into an operand, arbitrary where `is_row` is False. `is_row` is None if all rows exist."""
     if index is not None:
         rows = tl.load(index + rows) if is_row is None else tl.load(index + rows, mask=is_row, other=0)
     return rows
@@ -137,7 +137,7 @@ def _load(x, rows, columns, STRIDE: tl.constexpr, is_row, num_columns: tl.conste
 
 @launch.compilable("expert_order", lambda offsets_L1: offsets_L1[1:].clone())
 def expert_order(offsets_L1: Tensor) -> Tensor:
-    """Expert indices, int32 [L], sorted by number of rows, descending; ties by index."""
+    """Expert indices, int32 [L], from most to fewest rows; experts with equally many rows stay in order."""
     if not launch.runs_kernel(offsets_L1):
         return offsets_L1.diff().argsort(descending=True, stable=True).int()
     num_experts, offsets_L1 = offsets_L1.size(0) - 1, offsets_L1.contiguous()
@@ -176,14 +176,13 @@ def weight_grad(
         b: rows [R, N] sorted by expert, or the tensor that `b_index_R` indexes.
         a_index_R: int32, index into `a` for each sorted row; None: `a` is already sorted.
         b_index_R: int32, index into `b` for each sorted row; None: `b` is already sorted.
-        order_L: result of `expert_order`, reusable for the same offsets; None: computed here. Affects only
-            the run time.
-        out: fp32 or bf16 [L, M, N], modified in place, such as Megatron's main_grad; the last dimension must
+        order_L: `expert_order(offsets_L1)`; None: computed here. Affects only the run time.
+        out: fp32 or bf16 [L, M, N], such as Megatron's main_grad; modified in place. The last dimension must
             be contiguous.
-        adds: add to `out`; False: overwrite it.
+        adds: True: add to `out`; False: overwrite it.
 
     Returns:
-        `out`; if this is None, a new tensor [L, M, N] in the dtype of `a`, zero for experts without rows.
+        `out`. If `out` is None: a new tensor [L, M, N] in the dtype of `a`, zero for experts without rows.
     """
     if out is None:
         return _new_grad(a, b, offsets_L1, a_index_R, b_index_R, order_L)
@@ -251,7 +250,7 @@ def _launch(
 
 
 def main_grad_of(parameter: Any) -> Tensor | None:
-    """`main_grad`, or None if backward may not add to it (rule of Megatron's tensor_parallel/layers.py)."""
+    """`main_grad`, or None if backward may not add to it. See Megatron's tensor_parallel/layers.py."""
     # Megatron-FSDP creates `main_grad` on access, without valid old values.
     return None if hasattr(parameter, "__fsdp_param__") else getattr(parameter, "main_grad", None)
 

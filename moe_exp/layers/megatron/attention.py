@@ -29,7 +29,7 @@ from megatron.core.transformer.utils import (
 
 
 class KeyValueCache:
-    """Keys (after the rotary embedding) and values of one layer, cached for generation.
+    """Cache of one layer's keys and values for generation. Keys are stored after the rotary embedding.
 
     Args:
         num_positions: capacity in tokens per sequence; the first call of `extend` allocates the memory.
@@ -43,10 +43,10 @@ class KeyValueCache:
         self._keys = self._values = torch.empty(0)
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes key and value [S, B, G, d] after the first `length` tokens; only `advance` changes `length`.
+        """Writes key and value [S, B, G, d] after the `length` tokens kept; only `advance` changes `length`.
 
         Returns:
-            Views [length + S, B, G, d] of the cached keys and values; their head sizes may differ.
+            Views [length + S, B, G, d] of the cached keys and values. Keys and values may differ in d.
         """
         if not self._keys.numel():
             # Heads before positions, the layout that attention reads.
@@ -59,7 +59,7 @@ class KeyValueCache:
         return self._keys[:, :, :end].permute(2, 0, 1, 3), self._values[:, :, :end].permute(2, 0, 1, 3)
 
     def advance(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` tokens of the last `extend`; the tokens after them were padding."""
+        """Keeps the first `num_tokens` tokens written by the last `extend`; the rest are padding."""
         self.length += num_tokens
 
 
@@ -85,14 +85,14 @@ class CausalAttention(_SplitModule):
 
     Supports `window_size`, `window_attn_skip_freq` and `softmax_type=learnable` of TransformerConfig. With
     context parallelism, rank i holds blocks i and 2C-1-i of the 2C blocks of the sequence. Keys and values
-    are gathered over the ranks (only the ends of the blocks if there is a window), and each query block
-    attends to all keys up to its end.
+    are gathered over the ranks; if there is a window, only the ends of the blocks are gathered. Each query
+    block attends to all keys up to its end.
 
     Args:
         normalizes: normalize queries and keys after the rotary embedding (Megatron does so before it).
         softcap: see AttentionRule.
         value_scale: factor on values.
-        sinks_in_windows: only layers with a window have the sinks of `softmax_type=learnable`.
+        sinks_in_windows: whether `softmax_type=learnable` adds sinks only to layers with a window.
         backend: see `choose_attention`.
         by_document: whether micro-batches may be split into documents.
     """
@@ -143,7 +143,7 @@ class CausalAttention(_SplitModule):
     ) -> Tensor:
         """Computes [S, B, H*v] from query [S, B, H, d], key [S, B, G, d] and value [S, B, G, v].
 
-        Attention is restricted to each document if `packed_seq_params` is a `Documents`.
+        If `packed_seq_params` is a `Documents`, each token attends only within its document.
         """
         documents = kwargs.get("packed_seq_params")
         if attention_mask is not None or not isinstance(documents, Documents | None):
@@ -196,7 +196,7 @@ class CausalAttention(_SplitModule):
         return documents.joined([self._attend_by_flash(q, k, v, documents)], query.size(1))
 
     def _attend_by_flash(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-        """Attends within joined documents: [queries, H, d] from query [queries, H, d], key [keys, G, d]."""
+        """Attends within each joined document. Query and result are [queries, H, d], key is [keys, G, d]."""
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds
@@ -219,7 +219,7 @@ class CausalAttention(_SplitModule):
         return in_sequence_order(rows, sequence_blocks(self.cp_group.size(), num_stripes))
 
     def _with_neighbors(self, x: Tensor, num_before: int) -> list[Tensor]:
-        """This rank's two blocks of keys or values, each preceded by the `num_before` rows before it."""
+        """Prepends the preceding `num_before` rows to each of this rank's two blocks of keys or values."""
         if not num_before:
             return list(x.chunk(2))
         size, rank = self.cp_group.size(), self.cp_group.rank()
@@ -231,7 +231,7 @@ class CausalAttention(_SplitModule):
         return [torch.cat(pair) if len(pair[0]) else pair[1].clone() for pair in pairs]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Returns [Q, B, H, v] for query [Q, B, H, d] and key [K, B, G, d]; the last query sees all keys."""
+        """Returns [Q, B, H, v] for query [Q, B, H, d] and key [K, B, G, d], which end at the same token."""
         rule = self.rule
         if rule.window and (unseen := key.size(0) - query.size(0) - rule.window + 1) > 0:
             key, value = key[unseen:], value[unseen:]
@@ -267,10 +267,10 @@ class CausalAttention(_SplitModule):
 
 
 class Norm:
-    """torch.nn.RMSNorm or LayerNorm (by `config.normalization`), marked for sequence parallelism.
+    """torch.nn.RMSNorm or LayerNorm, depending on `config.normalization`.
 
-    With sequence parallelism, each rank sees only part of the tokens, so Megatron sums the gradients of
-    marked parameters over ranks.
+    With sequence parallelism, each rank sees only part of the tokens. The norm's parameters are then marked,
+    so that Megatron sums their gradients over ranks.
     """
 
     # A class with the signature of Megatron's norms, because specs are built from classes.
@@ -293,7 +293,7 @@ class ProjectionNorm(_SplitModule):
 
     Args:
         num_channels: H*d, where H counts the heads of all ranks.
-        group: ranks that hold the other heads of the same tokens.
+        group: ranks that together hold all heads of the same tokens.
     """
 
     def __init__(self, config: Any, num_channels: int, *, group: ProcessGroup):

@@ -1,7 +1,7 @@
 """Backends of causal attention: softmax(cap(q k^T * scale)) v over the keys visible to a query.
 
-In every function the last query sees the last key. Shapes: Q queries, K keys, B batch, H query heads, G
-key/value heads, d head size of queries and keys, v head size of values.
+In every function the last query sees the last key. Sizes in shapes: Q: queries; K: keys; B: batch; H: query
+heads; G: key/value heads; d: head size of queries and keys; v: head size of values.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ class AttentionRule:
         scale: factor on q k^T.
         window: number of keys that a query sees, including its own; 0: its own and all earlier keys.
         softcap: c in logit = c * tanh(scale * q k^T / c); 0: no cap.
-        has_sinks: softmax includes one learned logit per head, which has no value vector.
+        has_sinks: whether each head's softmax includes an extra learned logit, which has no value vector.
     """
 
     scale: float
@@ -43,7 +43,7 @@ def choose_attention(
     device_type: str, dtype: torch.dtype, rule: AttentionRule, *, requested: str = "auto",
     by_document: bool = False, other_value_size: bool = False, dropout: float = 0.0,
 ) -> tuple[str, str]:  # fmt: skip
-    """Chooses the backend of a layer; returns its name and the reason.
+    """Chooses the backend of a layer; returns the backend's name and the reason for the choice.
 
     Args:
         requested: value of ATTENTION_BACKEND.
@@ -110,9 +110,10 @@ def takes_groups(query: Tensor) -> bool:
 def attend_by_blocks(
     query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
 ) -> Tensor:
-    """Result [Q, B, H, v] of attention, computed in blocks of queries with the keys that each block sees.
+    """Result [Q, B, H, v] of attention, computed block by block.
 
-    Time and memory per query depend on the window, not the sequence length; backward recomputes the logits.
+    A block of queries is computed with only the keys that it sees. Time and memory per query therefore depend
+    on the window, not on the sequence length. The backward pass recomputes the logits.
 
     Args:
         query, key, value: [Q, B, H, d], [K, B, G, d] and [K, B, G, v].
@@ -122,7 +123,7 @@ def attend_by_blocks(
 
 
 class _Block(NamedTuple):
-    """One or more blocks of queries that are computed together; no two of them have keys in common."""
+    """One or more blocks of queries, computed together. Different blocks have no keys in common."""
 
     queries: slice  # from the first block's first query to the last block's last
     keys: slice
@@ -200,7 +201,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _blocks_of(query: Tensor, key: Tensor, rule: AttentionRule) -> Iterator[_Block]:
-    """Blocks of query [Q, B * G, H/G, d] and key [K, B * G, d]."""
+    """Blocks into which query [Q, B * G, H/G, d] and key [K, B * G, d] are divided."""
     num_queries, num_keys, num_heads = query.size(0), key.size(0), query.size(2)
     # 192 rows, which torch's flash attention on CPUs computes in whole tiles
     size = max(64, 192 // num_heads)
@@ -234,7 +235,7 @@ def _has_fused(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
-    """Result [B, G, rows, v], and (in at least fp32) logarithm of the sum of exp(logit) [B, G, rows]."""
+    """Returns the result [B, G, rows, v], and log(sum(exp(logit))) [B, G, rows] in at least fp32."""
     if _has_fused(q, v, rule):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, attn_mask=mask, scale=rule.scale)
@@ -247,7 +248,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
 def _gradients(
     of_rows: list[Tensor], k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. `of_rows` holds the result's gradient, q, the result and its log sum."""
+    """Gradients of q, k and v. `of_rows` holds four tensors: gradient of the result, q, result, log sum."""
     grad, q, out, log_sum = of_rows
     if _has_fused(q, v, rule):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -275,7 +276,8 @@ def attend_by_flex(
     query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Tensor:  # fmt: skip
-    """Result [Q, B, H, v] of torch's FlexAttention, compiled on a GPU; arguments as in `attend_by_blocks`.
+    """Result [Q, B, H, v] of torch's FlexAttention, which is compiled if the tensors are on a GPU.
+    Arguments: see `attend_by_blocks`.
 
     If `documents` is given, `key` and `value` cover whole samples, but `query` covers only this rank's part.
     """
@@ -327,14 +329,14 @@ def _block_mask(
 def largest_logits(
     query: Tensor, key: Tensor, scale: float, *, window: int = 0, max_values: int = 1 << 24
 ) -> Tensor:
-    """Largest logit (q k * scale) of each head over all queries and the keys that they see, fp32 [H].
+    """Largest logit (q k * scale) of each head, fp32 [H], over all pairs of a query and a key that it sees.
 
     Args:
         query: [Q, B, H, d].
         key: [K, B, G, d].
         scale: factor on the logits.
         window: see AttentionRule.
-        max_values: limit on the number of logits in memory; the logits of a single query may exceed it.
+        max_values: largest number of logits in memory at a time; exceeded only if a single query has more.
     """
     (num_queries, batch, heads, size), groups = query.shape, key.size(2)
     keys, before = key.permute(1, 2, 3, 0), key.size(0) - num_queries

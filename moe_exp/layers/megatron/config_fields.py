@@ -61,9 +61,9 @@ FOLLOWED, IRRELEVANT = frozenset(_FOLLOWED.split()), frozenset(_IRRELEVANT.split
 
 
 def check_fields(config: TransformerConfig) -> None:
-    """Raises a ValueError for a field that changes Megatron's MoE layer but would not change ours.
+    """Raises a ValueError if a field is set that affects Megatron's MoE layer but not ours.
 
-    Also raises a ValueError for a moe_ field of newer Megatron versions, unless it has its default value.
+    Also raises a ValueError if a moe_ field of a newer Megatron version does not have its default value.
     """
     defaults = {field.name: field.default for field in fields(config)}
     unknown = [
@@ -80,7 +80,7 @@ def check_fields(config: TransformerConfig) -> None:
 
 
 def check_attention(config: TransformerConfig) -> None:
-    """Raises a ValueError for a field that Megatron's attention and norm support, but ours do not."""
+    """Raises a ValueError if a field has a value that Megatron's attention and norm support, but not ours."""
     window = getattr(config, "window_size", None) or (0, 0)
     usual = _OF_ATTENTION | {"window_size": (None, (max(window[0], 0), 0))}
     for name, supported in usual.items():

@@ -17,14 +17,14 @@ Lengths = tuple[tuple[int, ...], ...]
 
 
 def document_lengths(tokens_BS: Tensor, eod_id: int) -> Lengths:
-    """Number of tokens of each document in each sample, in order, including the end-of-document token.
+    """Token counts of the documents in each sample, in order. The end-of-document token is included.
 
     Args:
         tokens_BS: token ids [B, S], on the CPU.
         eod_id: end-of-document token.
 
     Returns:
-        For each sample, lengths that add up to S; a document is cut where it crosses a sample boundary.
+        For each sample, lengths that add up to S. A document that crosses a sample boundary is cut there.
     """
     num_tokens = tokens_BS.size(1)
     found = []
@@ -71,7 +71,7 @@ class Documents:
 
     @cached_property
     def ids(self) -> Tensor:
-        """Document index of each token, int64 [B, S], on the CPU; cannot be used if CP splits samples."""
+        """Index of each token's document, int64 [B, S], on the CPU. Not usable if CP splits samples."""
         rows = [torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in self.lengths]
         return torch.stack(rows)
 
@@ -108,7 +108,7 @@ class Documents:
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Cumulative query and key counts over segments, starting at 0, each int32 [segments + 1]."""
+        """Cumulative counts of queries and of keys over the segments, from 0, each int32 [segments + 1]."""
         counts = [[one.num_queries for one in self.segments], [one.num_keys for one in self.segments]]
         sums = torch.tensor([list(accumulate(count, initial=0)) for count in counts], dtype=torch.int32)
         queries, keys = sums.to(self.positions_BS.device, non_blocking=True)
@@ -132,7 +132,7 @@ class RestartingPositions(nn.Module):
         return documents or self.rotary.get_rotary_seq_len(context, transformer, inputs, config, **options)
 
     def forward(self, positions: Any, *args: Any, **options: Any) -> Any:
-        """Angles [S, B, 1, d] for `Documents`, else [positions, 1, 1, d]; with YaRN, also YaRN's factor."""
+        """Angles: [S, B, 1, d] for `Documents`, else [positions, 1, 1, d]. With YaRN, also YaRN's factor."""
         if not isinstance(positions, Documents):
             return self.rotary(positions, *args, **options)
         found = self.rotary.get_emb(max(map(max, positions.lengths)))

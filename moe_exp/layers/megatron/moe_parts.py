@@ -45,7 +45,7 @@ def device_of_model() -> torch.device:
 
 
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
-    """Builds a RouterConfig from Megatron's settings; `overrides`: values of RouterConfig fields."""
+    """Builds a RouterConfig from Megatron's settings. RouterConfig fields in `overrides` take precedence."""
     states = {loss.needs.state for loss in balancing_losses(config)}
     assignment = "sinkhorn" if "sinkhorn" in config.moe_router_load_balancing_type else "topk"
     mine = RouterConfig(
@@ -70,7 +70,7 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
 
 
 def balancing_losses(config: TransformerConfig) -> tuple[AuxLoss, ...]:
-    """Balancing losses of a TransformerConfig, where types and coefficients may be single values or lists."""
+    """Balancing losses of a TransformerConfig. A single coefficient applies to all types of loss."""
     kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coeffs = list(coeffs) if isinstance(coeffs, list | tuple) else [coeffs] * len(kinds)
@@ -102,7 +102,7 @@ class MegatronRouter(Router):
         self.end_of_batch(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
-        """Updates the balance rules unknown to Megatron; to be called after its finalize_model_grads."""
+        """Updates the balance rules that Megatron does not know. Call this after its finalize_model_grads."""
         self.end_of_batch(self.batch_group, QuantileBias, L1Factor)
 
 
@@ -205,7 +205,7 @@ def activation_name(config: TransformerConfig) -> str:
 
 
 class MegatronMoELayer(MegatronMoE):
-    """Replaces Megatron's MoE layer. It is a subclass only because Megatron checks the type."""
+    """Replaces Megatron's MoE layer. It derives from that layer only because Megatron checks the type."""
 
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules | None = None,
@@ -314,12 +314,12 @@ class MegatronMoELayer(MegatronMoE):
 
 
 def recomputed_modules(config: TransformerConfig) -> set[str]:
-    """Modules recomputed in backward: Megatron's names, and further names of RECOMPUTE_MODULES."""
+    """Names of the modules recomputed in backward. RECOMPUTE_MODULES has names that Megatron lacks."""
     return set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
 
 
 def ffn_per_rank(ffn_size: int, etp: int) -> int:
-    """Expert width on this rank. Raises a ValueError if `etp` does not divide `ffn_size`."""
+    """Width of an expert's FFN on one rank. Raises a ValueError if `etp` does not divide `ffn_size`."""
     if ffn_size % etp:
         rule = f"must be divisible by ETP={etp}"
         raise ValueError(f"moe_ffn_hidden_size={ffn_size}: {rule}. Fix: set ETP to a divisor.")
@@ -350,12 +350,12 @@ def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher
 def latent_projections(
     config: TransformerConfig, linear: Any, tp_group: Any, device: torch.device
 ) -> tuple[Any, Any]:
-    """The projections of a LatentMoE, under Megatron's names `fc1_latent_proj` and `fc2_latent_proj`.
+    """Returns a LatentMoE's projections, which Megatron calls `fc1_latent_proj` and `fc2_latent_proj`.
 
-    The projections map from hidden to latent size and back (arXiv:2601.18089; Nemotron 3, arXiv:2512.20856).
-    Every tensor parallel rank holds both projections and projects its part of the tokens. The projections'
-    gradients are summed over ranks, like the router's. `linear` is the
-    class of the projections: Linear, or Transformer Engine's TELinear.
+    The first maps hidden to latent size, the second back (arXiv:2601.18089; Nemotron 3, arXiv:2512.20856).
+    Every tensor parallel rank holds both projections and applies them to its part of the tokens. The
+    projections' gradients are summed over these ranks, like the router's. `linear` is the class of the
+    projections: Linear, or Transformer Engine's TELinear.
     """
     # Linear is always duplicated; TELinear finds the group itself.
     mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}

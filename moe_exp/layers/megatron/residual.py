@@ -28,7 +28,7 @@ class ResidualAdd(nn.Module):
     bias-dropout-add (`*_bda`).
 
     Args:
-        norm: class of the norm; IdentityOp: no norm.
+        norm: class of the norm, or IdentityOp for no norm.
         multiplier: factor on the result.
     """
 
@@ -38,7 +38,7 @@ class ResidualAdd(nn.Module):
         self.multiplier = multiplier
 
     def forward(self, training: bool, is_fused: bool) -> Callable[..., Tensor]:
-        """Returns the function f((result, bias or None), residual, dropout); its tensors are [S, B, D]."""
+        """Returns the function f((result, bias or None), residual, dropout) for tensors [S, B, D]."""
         return partial(self._add, get_bias_dropout_add(training, is_fused))
 
     def _add(
@@ -97,8 +97,9 @@ def scale_ends(chunk: Any, *, embedding: float, logits: float) -> None:
 
 
 def change_norms(chunk: Any, *, qk_epsilon: float, has_bias: bool) -> None:
-    """Sets the epsilon of the query and key norms (with multi-latent attention, of the norms of the
-    compressed vectors) to `qk_epsilon` (0: no change). Unless `has_bias`, removes the biases of LayerNorms.
+    """Sets the epsilon of the query and key norms to `qk_epsilon` (0: no change). With multi-latent
+    attention, these are the norms of the compressed vectors. Removes the biases of LayerNorms if `has_bias`
+    is False.
     """
     of_qk = ("q_layernorm", "k_layernorm", "kv_layernorm")
     for name, module in chunk.named_modules():
@@ -112,7 +113,7 @@ def choose_norm(device_type: str, *, problem: str = "", failure: str = "") -> tu
     """Chooses the norm implementation; returns its name and the reason.
 
     Args:
-        problem: why the kernel cannot compute the model's residual sum and its norm, see `sum_problem`.
+        problem: why the kernel does not support the model's settings, see `sum_problem`.
         failure: why the kernel must not run, see `launch.failure_of`.
     """
     reason = f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"
@@ -189,7 +190,7 @@ def _gradient_kernel(
     dtotal, dnormalized, total, scale, weight, dx, partial_sums, num_rows, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Processes every num_programs-th row, and sums these rows' contributions to the weight's gradient."""
+    """Each program processes every num_programs-th row and adds up the weight's gradient over its rows."""
     first, columns = tl.program_id(0), tl.arange(0, BLOCK)
     is_column = columns < WIDTH
     w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
@@ -222,8 +223,9 @@ def _outputs(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @launch.compilable("sum_norm", _outputs, twin=sum_norm_torch, takes_fp64=False)
 def sum_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the sum of two tensors [..., D] and the sum's RMSNorm with `weight` [D], both in the inputs'
-    dtype, and each row's normalization factor (without the weight), fp32 [...].
+    """Returns the sum of `x` and `residual`, both [..., D], and the RMSNorm of the sum with `weight` [D].
+    Both results have the inputs' dtype. The third result is each row's normalization factor (without the
+    weight), fp32 [...].
     """
     x, residual, weight = launch.contiguous(x, residual, weight)
     total, normalized, scale = _outputs(x)
@@ -251,7 +253,7 @@ def sum_norm_gradient_torch(
 def sum_norm_gradient(
     dtotal: Tensor, dnormalized: Tensor, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the inputs (equal for both) and the weight, from the gradients of `sum_norm`'s results."""
+    """Returns `sum_norm`'s gradients: one for `x` and `residual` (they are equal), and one for `weight`."""
     dtotal, dnormalized, total, weight = launch.contiguous(dtotal, dnormalized, total, weight)
     dx, num_rows, width = torch.empty_like(total), scale.numel(), weight.numel()
     if num_rows == 0:

@@ -1,5 +1,6 @@
-"""Rotary embedding (RoPE, arXiv:2104.09864): one kernel for queries and one for keys, forward and backward.
+"""Rotary embedding (RoPE, arXiv:2104.09864).
 
+Forward and backward each launch one kernel for queries and one for keys.
 Shapes: S sequence length, B batch, H heads, D head size, P rotated channels of a head.
 """
 
@@ -28,17 +29,17 @@ _TILE = 1024  # pairs that a program rotates
 
 
 def install_rotary() -> bool:
-    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if Transformer Engine's kernel remains."""
+    """Makes `apply_rope_fusion` use `rotate`; returns False if Megatron keeps Transformer Engine's kernel."""
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
     return rope_utils.fused_apply_rotary_pos_emb is rotate
 
 
 class TwoRotaries(nn.Module):
-    """Megatron's rotary embedding, plus a plain one with a different base for sliding-window layers.
+    """Two rotary embeddings: Megatron's, and a plain one with a different base for sliding-window layers.
 
-    Megatron passes the same angles to every layer: [positions, 1, 1, 2 * P], P for each embedding. Each layer
-    uses one half of the angles, see `rotate_windows`.
+    Megatron passes the same angles to every layer, so the angles of both embeddings are concatenated to
+    [positions, 1, 1, 2 * P]. Each layer uses one half of them, see `rotate_windows`.
     """
 
     def __init__(self, rotary: Any, base: float):
@@ -66,7 +67,7 @@ class TwoRotaries(nn.Module):
 
 
 def rotate_windows(chunk: Any, config: Any, base: float, has_window: Sequence[bool]) -> None:
-    """Gives layers with a window (`has_window`: one value per layer) a plain rotary embedding with `base`."""
+    """Gives each layer whose `has_window` value is True a plain rotary embedding with `base`."""
     chunk.rotary_pos_emb = TwoRotaries(chunk.rotary_pos_emb, base)
     without_yarn = copy.copy(config)  # Megatron's attention multiplies queries and keys by YaRN's factor
     without_yarn.yarn_rotary_scaling_factor = 1.0
@@ -85,7 +86,7 @@ def rotate_windows(chunk: Any, config: Any, base: float, has_window: Sequence[bo
 
 
 def choose_rotary(is_fused: bool, *, device_type: str, failure: str = "") -> tuple[str, str]:
-    """Chooses the rotary embedding; returns its name and why. `is_fused`: Megatron's `apply_rope_fusion`."""
+    """Chooses the rotary embedding; returns name and reason. `is_fused`: Megatron's `apply_rope_fusion`."""
     if failure or not is_fused:
         return "megatron", failure or "DOCUMENT_MASK, YaRN or multi-latent attention"
     if device_type == "cpu" or launch.missing():
@@ -135,7 +136,7 @@ def _kernel(
     WIDTH: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotates WIDTH of DIM channels of BLOCK_H heads of a token; BLOCK >= max(WIDTH / 2, DIM - WIDTH)."""
+    """Rotates the first WIDTH of DIM channels in BLOCK_H heads; BLOCK >= max(WIDTH / 2, DIM - WIDTH)."""
     token = tl.program_id(0).to(tl.int64)
     position, sample = token // num_samples, token % num_samples
     heads, places = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -159,7 +160,7 @@ def _kernel(
 
 @launch.compilable("rotated", lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
-    """Rotates x by the angle or, if the sign is -1, by minus the angle, in fp32 with one rounding."""
+    """Rotates x by the angle times `sign` (1 or -1). Computes in fp32 and rounds once."""
     x, y = launch.last_contiguous(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     cos, sin = launch.contiguous(cos, sin)
     num_positions, num_samples, num_heads, dim = x.shape
@@ -188,7 +189,7 @@ def rotated_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: 
 
 
 def check_rotated(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
-    """Compares the kernel with its plain-torch reference when only part of the channels is rotated."""
+    """Compares the kernel with its plain-torch reference. Only some of the channels are rotated."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(9, 2, 3, 96, generator=generator, device=device).to(dtype)
     half = torch.rand(9, 2, 1, 32, generator=generator, device=device) * 50

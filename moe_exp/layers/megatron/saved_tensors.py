@@ -24,8 +24,8 @@ def _as_is(x: Any) -> Any:
 class ChunkHooks(ABC):
     """Saved-tensor hooks during the forward pass of a model chunk.
 
-    torch calls only the innermost hooks. Therefore `_pack` and `_unpack` pass tensors that they do not handle
-    to the outer hooks, `_pack_others` and `_unpack_others`.
+    torch calls only the innermost hooks. For tensors that they do not handle, `_pack` and `_unpack` therefore
+    call the outer hooks, `_pack_others` and `_unpack_others`.
     """
 
     def __init__(self, chunk: Any):  # of GPTModel
@@ -78,8 +78,8 @@ class NormRecompute(ChunkHooks):
 
     A norm saves its input, and the layers after the norm also save its result, which is as large. A handle
     replaces the saved result; the first layer that needs the result in backward recomputes it, and the other
-    layers reuse it. Unlike Megatron's recomputation of norms, this class reads no random state, so it works
-    in CUDA graphs, and it does not depend on the order of the layers in backward.
+    layers reuse it. Unlike Megatron's recomputation of norms, this class does not depend on the order of
+    the layers in backward. It also reads no random state and therefore works in CUDA graphs.
     """
 
     def __init__(self, chunk: Any):  # of GPTModel
@@ -125,7 +125,7 @@ class _Saved:
 
 
 class _View(NamedTuple):
-    """A saved tensor, which autograd holds until backward has used it."""
+    """View of a saved storage. Autograd holds it in place of a tensor until backward has used it."""
 
     saved: _Saved
     dtype: torch.dtype
@@ -135,7 +135,7 @@ class _View(NamedTuple):
 
 
 class _Group:
-    """The storages that a module saves in a forward pass. Storages and group are freed after backward.
+    """The storages that a module saves in a forward pass. Group and storages are freed after backward.
 
     `copies`: stream for the copies. `previous`: group of the previous module.
     """
@@ -167,14 +167,14 @@ class _Group:
         self._copy(copy)
 
     def free(self) -> None:
-        """Frees the device memory for reuse by kernels that run after the copies."""
+        """Frees the device memory; kernels may reuse it after the copies to the host."""
         self._streams.current_stream().wait_event(self._copied)
         for saved in self._alive():
             saved.on_device = None
         self._state = "on the host"
 
     def fetch(self) -> None:
-        """Starts copies to the device, unless already started."""
+        """Starts the copies to the device if the group is on the host."""
         if self._state != "on the host":
             return
         for saved in self._alive():
@@ -191,7 +191,7 @@ class _Group:
         self._state = "returning"
 
     def arrive(self) -> None:
-        """Makes the device wait until the group is copied back; starts to copy the previous group back."""
+        """Makes the current stream wait until the group is on the device; then fetches the previous group."""
         self.fetch()
         if self._state == "returning":
             self._streams.current_stream().wait_event(self._copied)
@@ -212,8 +212,9 @@ class _Group:
 class ActivationOffload(ChunkHooks):
     """Offloads the saved tensors of modules in a model chunk's transformer layers to host memory.
 
-    The copies run on a separate stream. While a module computes, the previous module's tensors are copied to
-    the host or, in backward, the next module's tensors are copied back:
+    The copies run on a separate stream. While a module computes in forward, the previous module's
+    tensors are copied to the host. While it computes in backward, the tensors of the module that backward
+    reaches next are copied back:
 
         forward      attention 1   experts 1     attention 2   experts 2
         to host                    attention 1   experts 1     attention 2
@@ -221,11 +222,10 @@ class ActivationOffload(ChunkHooks):
         to device    attention 2   experts 1     attention 1
 
     The device thus holds the tensors of two modules. The last module's tensors stay on the device until the
-    model chunk starts its next forward pass. If backward comes before that, it need not
-    copy them back.
+    model chunk starts its next forward pass. If backward comes first, it need not copy them back.
 
     `modules`: names of OFFLOAD_MODULES. A storage is offloaded only if one of these modules is the first to
-    save it; a storage that another module saved before stays on the device anyway.
+    save it. If another module saved the storage before, it stays on the device anyway.
     """
 
     def __init__(self, chunk: Any, modules: Collection[str]):  # of GPTModel

@@ -3,7 +3,7 @@
 Megatron's SequentialMLP and TEGroupedMLP write the same tensors in one of two formats. `X` stands for
 `linear_fc1.weight` [W, D], `linear_fc2.weight` [D, F], `linear_fc1.bias` [W] or `linear_fc2.bias` [D]:
 
-- `experts.X`, with an expert axis before the axes of X. A gate, if any, is the first half of W.
+- `experts.X`, with an expert axis before the axes of X. If W has a gate half, it comes first.
 - `experts.<expert index>.X` for each expert, if `singleton_local_shards` is set (as in Megatron-LM's training
   script); a gated linear_fc1 is split into `X_w` (gate half) and `X_v` (up half).
 """
@@ -30,7 +30,7 @@ TENSORS = {
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """A rank's block of experts (`ep_rank` of `ep_size`) and its part of each (`etp_rank` of `etp_size`)."""
+    """A rank's expert block (`ep_rank` of `ep_size`) and part of each expert (`etp_rank` of `etp_size`)."""
 
     ep_rank: int
     ep_size: int
@@ -50,12 +50,12 @@ def shard_experts(
             expert tensor parallelism, W, F and the D of `bias2` are this rank's sizes.
         prefix: prefix of the module, with a dot: `decoder.layers.0.mlp.experts.`.
         gated: whether W consists of a gate half and an up half.
-        sharded_offsets: (axis, index, size) of each axis to prepend (the layer axis, if layers share a key).
+        sharded_offsets: (axis, index, size) per axis to prepend. Layers that share a key need a layer axis.
         singleton_local_shards: use the format `experts.<expert index>.X`.
 
     Returns:
-        Dict from `prefix` + name in `tensors` to a ShardedTensor (a ShardedTensorFactory if the tensor is
-        saved in several parts); includes Megatron's empty `_extra_state` objects.
+        Dict of ShardedTensors with keys `prefix` + name in `tensors`. A tensor that is saved in several parts
+        has a ShardedTensorFactory instead. The dict includes Megatron's empty `_extra_state` objects.
     """
     state: dict[str, Any] = {}
     num_local_experts, singleton = tensors["weight1"].size(0), singleton_local_shards
@@ -98,7 +98,7 @@ class _Part:
         return self._stacked(key, tensor, (self.place.etp_rank, self.place.etp_size), replica_id)
 
     def _stacked(self, key: str, tensor: Tensor, fragment: tuple[int, int], replica_id: Any) -> ShardedTensor:
-        """Shards `tensor`, which has an expert axis; `fragment` is (index, count) along the split axis."""
+        """Shards a tensor with an expert axis. `fragment`: (index, number of parts) along the split axis."""
         first, of_rank = len(self.sharded_offsets), (self.place.ep_rank, self.place.ep_size)
         offsets = (*self.sharded_offsets, (first, *of_rank), (first + self.split_axis, *fragment))
         return ShardedTensor.from_rank_offsets(

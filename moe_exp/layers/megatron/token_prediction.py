@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers after the main model that
 predict tokens further ahead.
 
-With hidden states h^0 of the main model after its final norm, layer k computes for each position i
+h^0 are the main model's hidden states after its final norm. For each position i, layer k computes
 
     h^k_i = Norm(Layer_k(M_k [Norm(Emb(t_{i+k})); Norm(h^{k-1}_i)]))
 
@@ -38,7 +38,7 @@ def prediction_spec(layer: ModuleSpec, num_layers: int) -> MultiTokenPredictionB
 
 
 class PredictionLayer(MegatronModule):  # type: ignore[misc]
-    """Layer k (`layer_number`, from 1) of this file's formula; contains transformer layer NUM_LAYERS + k."""
+    """Layer k of this file's formula (k = `layer_number`, from 1); has transformer layer NUM_LAYERS + k."""
 
     def __init__(
         self, config: TransformerConfig, layer_spec: ModuleSpec, layer_number: int,
@@ -79,16 +79,16 @@ class PredictionLayer(MegatronModule):  # type: ignore[misc]
 
 
 class PredictingModel(GPTModel):  # type: ignore[misc]
-    """GPTModel that also returns the losses of its multi-token prediction layers, if any."""
+    """GPTModel that also returns the losses of its multi-token prediction layers."""
 
     def forward(
         self, *args: Any, future_tokens: Any = None, future_mask: Any = None, future_weight: Any = None,
         padding_mask: Any = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Like GPTModel; with the `future_...` tensors of `read_microbatch`, returns losses [1+layers, B, S].
+        """Like GPTModel; given `read_microbatch`'s `future_...` tensors, returns losses [1+layers, B, S].
 
-        If the loss weight is 0, the prediction layers' balancing losses have no gradient either, so these
-        layers do not train, and the main model trains as if they did not exist.
+        If the loss weight is 0, the prediction layers' balancing losses have no gradient either. These layers
+        then do not train, and the main model trains as if they did not exist.
         """
         self._future = None
         if future_tokens is not None:

@@ -10,10 +10,10 @@ from moe_exp.layers.groups import group_size, sum_over
 def best_experts(
     choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_topk: int = 0, group_best: int = 0
 ) -> Tensor:
-    """The K experts of highest value, [T, K]; with groups, only from the `group_topk` best groups.
+    """Each token's K experts of highest value, [T, K]; with groups, only from the `group_topk` best groups.
 
-    The value of a group is the sum of its `group_best` highest values (0: K/group_topk, as in DeepSeek-V3,
-    arXiv:2412.19437, sec. 2.1.2).
+    A group's value is the sum of the `group_best` highest values of its experts. A `group_best` of 0 means
+    K/group_topk, as in DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2.
     """
     if num_groups:
         grouped_TGe = choice_TE.view(choice_TE.size(0), num_groups, -1)
@@ -26,9 +26,9 @@ def best_experts(
 
 
 def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
-    """Bool mask [T, K]: the fewest of each token's best slots whose scores add up to at least `top_p`.
+    """Bool mask [T, K]: selects each token's best slots until their scores add up to at least `top_p`.
 
-    At least one slot is selected; if all K scores add up to less than `top_p`, all K slots are. This is
+    Selects at least one slot, and all K slots if their scores add up to less than `top_p`. This is
     equation 5 of Huang et al. 2024, Harder Tasks Need More Experts (arXiv:2403.07652), limited to K
     experts per token.
 
@@ -47,21 +47,21 @@ def sinkhorn(
     logits_TE: Tensor, valid_T: Tensor | None = None, *, group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
 ) -> Tensor:  # fmt: skip
-    """exp(logits), times row and column factors that give all tokens equal mass and all experts equal mass.
+    """Scales rows and columns of exp(logits): all tokens get equal mass, and all experts get equal mass.
 
     Applies Sinkhorn-Knopp to the tokens of a micro-batch on all ranks of `group`, as in Clark et al. 2022,
-    Unified Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like
-    Megatron-Core, when the mean change of the expert factors is at most `tolerance`. Unlike Megatron-Core,
-    this function covers the whole micro-batch and cannot overflow: logits are shifted per row, and the row
-    factors cancel the shift.
+    Unified Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. As in
+    Megatron-Core, it stops when the mean change of the expert factors is at most `tolerance`. Unlike
+    Megatron-Core, this function covers the whole micro-batch and cannot overflow: logits are shifted per
+    row, and the row factors cancel the shift.
 
     Args:
         valid_T: bool, True for tokens that are not padding; padding has no mass.
         group: ranks that hold the micro-batch's other tokens.
 
     Returns:
-        [T, E]; each row is proportional to its row of the transport plan. A row's top-k are the token's
-        experts.
+        [T, E]; each row is proportional to the same row of the transport plan. A token's experts are
+        the top-k of its row.
     """
     cost_TE = (logits_TE - logits_TE.amax(dim=-1, keepdim=True)).exp() if logits_TE.numel() else logits_TE
     num_tokens = torch.tensor(float(logits_TE.size(0) * group_size(group)))
@@ -86,7 +86,7 @@ def zipf_experts(
 ) -> Tensor:
     """Draws K distinct experts e per token in proportion to (e + 1)^-exponent, to benchmark imbalance.
 
-    The draw is the top-k of log weights plus Gumbel noise. The seed is fixed: equal calls draw the same.
+    Takes the top-k of log weights plus Gumbel noise. The seed is fixed: equal calls draw the same experts.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     uniform_TE = torch.rand(num_tokens, num_experts, generator=generator, device=device, dtype=torch.float64)

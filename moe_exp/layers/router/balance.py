@@ -21,14 +21,14 @@ Device = torch.device | str | None
 
 
 class BalanceRule:
-    """Base class of the rules; `router` is the Router whose buffers hold the state."""
+    """Base class of the rules. In its methods, `router` is the Router whose buffers hold the rule's state."""
 
     saved: tuple[str, ...] = ()  # buffers in checkpoints
     counts: tuple[str, ...] = ()  # buffers that count the current global batch
     initial = 0.0  # initial value of the buffers in `saved`
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        """Creates the buffers, by name; they are fp32 [E] unless a subclass overrides this method."""
+        """Returns new buffers by name. They are fp32 [E] unless a subclass overrides this method."""
         names = *self.saved, *self.counts
         return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
 
@@ -39,7 +39,7 @@ class BalanceRule:
         """Updates the counts from a forward pass's selection values (score plus expert bias)."""
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert for experts chosen by score alone, as in the losses."""
+        """Adds a micro-batch's slots per expert, with experts chosen by score alone (as in the losses)."""
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
         """Updates the state after a global batch; `group`: all ranks that routed its tokens."""
@@ -104,9 +104,10 @@ class GlobalFractions(BalanceRule):
 
 
 class L1Factor(BalanceRule):
-    """Raises the factor of the loss `l1` if tokens used more than K experts on average; lowers it if fewer.
+    """Adapts the factor of the loss `l1` so that tokens use K experts on average.
 
-    A step multiplies it by 1.2 or 1/1.2: ReMoE (arXiv:2412.14711), equation 8.
+    If a batch's tokens used more experts, the factor is multiplied by 1.2; if fewer, by 1/1.2.
+    ReMoE (arXiv:2412.14711), equation 8.
     """
 
     saved = ("l1_factor",)
@@ -166,7 +167,7 @@ def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = Non
 
 
 def balanced_bias(bias_E: Tensor, counts_EB: Tensor, topk: int) -> Tensor:
-    """Returns biases plus each expert's K/E quantile of gaps, shifted to mean 0; unchanged without counts."""
+    """Adds each expert's K/E quantile of gaps to its bias; shifts the mean to 0. No counts: no change."""
     cumulative_EB = counts_EB.cumsum(dim=1).double()
     total_E1 = cumulative_EB[:, -1:]
     target_E1 = total_E1 * topk / bias_E.numel()

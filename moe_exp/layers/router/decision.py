@@ -1,4 +1,4 @@
-"""A router's decision, with slot counts. Shape suffixes: see `moe_exp.layers`."""
+"""A router's decision, with the number of slots per expert. Shape suffixes: see `moe_exp.layers`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -85,12 +85,12 @@ def count_per_expert(expert_N: Tensor, num_experts: int) -> Tensor:
 
 
 def without_dropped(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
-    """The expert of every slot; `num_experts` for slots that are not in `kept_TK`."""
+    """The expert of every slot, or `num_experts` if the slot is False in `kept_TK`."""
     return expert_TK if kept_TK is None else expert_TK.masked_fill(~kept_TK, num_experts)
 
 
 def kept_slots(used_TK: Tensor | None, valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:
-    """Mask of the used slots of non-padding tokens; a result of None means all slots."""
+    """Mask of the slots that are used and belong to non-padding tokens; None means all slots."""
     if valid_T is None:
         return used_TK
     valid_TK = valid_T.unsqueeze(1).expand_as(expert_TK)

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 
 def in_backward() -> bool:
-    """Whether autograd is running backward on this thread, so that a forward pass is a recomputation."""
+    """Whether autograd is running backward on this thread; a forward pass is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_counted_forward() -> bool:
     """Whether routing counts include this forward pass: True once per micro-batch, with or without recompute.
 
-    Under torch.compile, every pass with gradients counts, because compiled layers cannot detect recompute.
+    Under torch.compile, every forward pass with gradients is counted, because compiled layers cannot detect
+    recompute.
     """
     # Reentrant checkpointing (Megatron's) runs the first pass without gradients and the second, in backward,
     # with gradients: the second counts. Non-reentrant checkpointing runs both with gradients, the second
@@ -28,7 +29,7 @@ def is_counted_forward() -> bool:
 
 
 class RoutingReplay:
-    """Decisions of one router: for each forward pass in order, a [T, K] tensor of chosen experts.
+    """Decisions of one router: a [T, K] tensor of chosen experts for each forward pass, in order.
 
     A replay still computes the weights from the scores of the current pass, so that gradients reach the
     router.
@@ -74,7 +75,7 @@ def _routers(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Inside the context, records every router's decisions by name: a [T, K] tensor per forward pass."""
+    """Inside the context, records decisions by router name: one [T, K] tensor for each forward pass."""
     replays = {name: RoutingReplay() for name in _routers(model)}
     with _attached(model, replays):
         yield {name: replay.decisions for name, replay in replays.items()}

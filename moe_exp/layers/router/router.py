@@ -33,9 +33,9 @@ class Router(nn.Module):
     Weights are multiplied by the scaling factor. With null experts or `top_p`, a token uses only some of its
     K slots, and the weights of these slots are normalized.
 
-    The ratios s / sum(s), used in losses and as normalized weights, are computed as softmax(log s), exact to
-    1e-6 in fp32 for any logits. If s underflows, unnormalized weights are 0, and the choice depends only on
-    `expert_bias`.
+    Losses and normalized weights use the ratios s / sum(s). They are computed as softmax(log s), which is
+    exact to 1e-6 in fp32 for any logits. If s underflows, unnormalized weights are 0, and the choice depends
+    only on `expert_bias`.
 
     Args:
         microbatch_group: ranks that share a micro-batch's tokens; Sinkhorn balances over all these ranks.
@@ -113,7 +113,7 @@ class Router(nn.Module):
         return _LinearIn.apply(x_TD, self.weight, dtype)
 
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
-        """Routes tokens by their logits; `valid_T` (bool) is False for padding; None: no padding.
+        """Routes tokens by their logits. `valid_T` (bool) is False for padding (None: no padding).
 
         A subclass may override this method and return `RoutingDecision.of(...)`. `forward` then
         counts this decision's slots, for the expert bias (rule `sign`) and for the losses.
@@ -157,11 +157,11 @@ class Router(nn.Module):
 
     @property
     def _counting_rules(self) -> tuple[BalanceRule, ...]:
-        """Rules that count this pass; none in evaluation or if recompute makes another pass count instead."""
+        """Rules that count this pass; empty in evaluation, or if recompute counts the layer's other pass."""
         return self.rules if self.training and is_counted_forward() else ()
 
     def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
-        """Like the losses, counts a micro-batch's slots per expert [E] with experts chosen by score alone."""
+        """Counts a micro-batch's slots per expert [E] for experts chosen by score alone, as in the losses."""
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
@@ -171,7 +171,7 @@ class Router(nn.Module):
 
         Args:
             group: all (data, context and tensor parallel) ranks that route tokens to these experts.
-            kinds: classes of rules to update (default: all); omit SignBias in Megatron, which updates it.
+            kinds: rule classes to update (default: all). Omit SignBias in Megatron, which updates the bias.
         """
         for rule in self.rules:
             if isinstance(rule, kinds or BalanceRule):
@@ -271,8 +271,8 @@ class _LinearIn(torch.autograd.Function):
 def bf16_grads(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, mm: Callable[..., Tensor] = torch.mm
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of bf16 `x_TD` and `weight_ED`, as bf16 products summed in fp32;
-    `dlogits_TE` (fp32) is split in two bf16 terms."""
+    """Gradients of `x_TD` and `weight_ED` (both bf16), from bf16 products that are summed in fp32.
+    `dlogits_TE` (fp32) is split into a sum of two bf16 terms."""
     # The sum of two bf16 values has 16 bits of an fp32 value's mantissa, twice as many as the results have.
     high_TE = dlogits_TE.bfloat16()
     halves_T2E = torch.cat([high_TE, (dlogits_TE - high_TE).bfloat16()], dim=1)
@@ -282,7 +282,7 @@ def bf16_grads(
 
 
 def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
-    """The reason why kernels/topk.py cannot route with this config, or "". `needs_scores`: see Router."""
+    """Reason why kernels/topk.py cannot route with this config; "" if it can. `needs_scores`: see Router."""
     by_all = [name for name, loss in LOSSES.items() if loss.needs_scores]
     problems = {
         f"the router kernel supports only top-k, not {config.assignment}": config.assignment != "topk",

@@ -1,1 +1,1 @@
-"""Parameter counts, memory, FLOPs and time of a job. No torch."""
+"""Parameter counts, memory, FLOPs and time of a job. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Activation memory of a micro-batch, tensor by tensor. No torch.
+"""Activation memory of a micro-batch, tensor by tensor. Does not import torch.
 
 The table lists bytes per token. h is the hidden size; q, k and v are the channels of all query, key and value
 heads; a is the number of heads, s the sequence length, f the width of an MLP or expert, E the number of
@@ -8,22 +8,23 @@ and t the tensor-parallel size. Each tensor is counted once, at the last operati
     norm             w*h input, 4 for statistics; on CPUs 8*h (PyTorch's RMSNorm keeps fp32 input and output)
     QKV projection   w*h input
     attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused: w*a*s/t softmax scores, no log-sums
-    projection       w*q/t input: a transposed copy of attention's result; on CPUs or unfused, that
-                     result, counted once
-    norm, MLP        norm as above; w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t unfused
+    projection       w*q/t input: a transposed copy of attention's result; on CPUs or if attention is
+                     unfused, the result itself, which is counted only once
+    norm, MLP        norm as above; w*h input, 2*w*f/t, and after the activation w*f/t (3*w*f/t if unfused)
     MoE, per token   w*h input, 4*E scores, K*(8+4) choice and weights
     MoE, per row     w*h row, 2*w*f, and w*f after the activation; experts' results are not kept, as router
                      weights multiply the activations; EXPERT_BACKEND=triton: 2*w*f, and w*h for remote rows
-    latent size l    w*h and w*l inputs of the projections down and up, another w*l if the experts gather
-                     their rows themselves; rows are w*l instead of w*h
+    latent size l    w*h input of the projection down, w*l input of the projection up, and another w*l if
+                     the experts gather their rows themselves; rows are w*l instead of w*h
     loss             4*V/t probabilities in fp32, and w*V/t logits during the loss; CROSS_ENTROPY=triton:
                      w*V/t logits, and another w*V/t for their gradient during the loss;
                      CROSS_ENTROPY=linear: w*h gradient instead of the input, and 4*h*V/t (not per
                      token) for the weight's gradient
 
 With FP8, the input of a product is kept in FP8, one byte per number. The experts' grouped GEMM receives
-its weights in each call, so for each micro-batch it also keeps FP8 copies of the rank's experts, by rows and
-by columns: 2 bytes per weight. This size has not been validated against GPU measurements.
+its weights in each call. For each micro-batch, it therefore also keeps two FP8 copies of the weights of the
+rank's experts, one by rows and one by columns: 2 bytes per weight. The size of these copies has not been
+validated against GPU measurements.
 
 The unfused case without dropout, sequence parallelism or gates is from Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.1 (with dropout: 34*s*b*h + 5*a*s^2*b for b sequences). With sequence parallelism
@@ -47,7 +48,7 @@ _WITH_ATTENTION = ("attention", "norms, dropout")  # parts of a layer
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on a rank."""
+    """Bytes of one micro-batch's activations on a rank."""
 
     dense_parts: Parts  # kept for the backward pass by a layer with a dense MLP, after recompute
     moe_parts: Parts  # the same for an MoE layer
@@ -61,10 +62,10 @@ class Activations:
     moved_moe: Parts  # the same for an MoE layer; modules in the order in which they run
 
     def in_transit(self, num_dense: int, num_moe: int) -> tuple[float, float]:
-        """Returns two numbers of offloaded bytes on the device: the largest during backward of a chunk's last
-        layers (minus the bytes that these layers have freed), and the one at the start of backward. During
-        backward, the device holds the offloaded tensors of two consecutive modules. In a chunk, layers with
-        dense MLPs come first.
+        """Returns two sizes, in bytes, of the offloaded tensors that are on the device. The first is the
+        largest size during backward of a chunk's last layers, minus the bytes that these layers have freed.
+        The second is the size at the start of backward. During backward, the device holds the offloaded
+        tensors of two consecutive modules. In a chunk, layers with dense MLPs come before MoE layers.
         """
         kinds = ((num_dense, self.moved_dense, self.dense_parts), (num_moe, self.moved_moe, self.moe_parts))
         stack = [kind for number, *kind in kinds for _ in range(min(2, number)) if kind[0]]
@@ -79,7 +80,7 @@ class Activations:
 
 
 def activations_of(job: PlannedJob, hardware: Hardware, imbalance: float = 1.0) -> Activations:
-    """Returns a micro-batch's activations. `imbalance`: a rank's rows / its fair share, without drops."""
+    """Activations of a micro-batch. `imbalance`: a rank's rows before drops, divided by its fair share."""
     return _Account(job, hardware, imbalance).activations()
 
 
@@ -89,7 +90,7 @@ def width_of(job: PlannedJob) -> int:
 
 
 class _Account:
-    """Sums up tensor sizes. Sequence parallelism splits `_tokens`; matrix products use `_all_tokens`."""
+    """Sums up tensor sizes. Matrix products use `_all_tokens`; `_tokens` is the sequence-parallel share."""
 
     def __init__(self, job: PlannedJob, hardware: Hardware, imbalance: float):
         config, on_cpu = job.config, hardware.is_cpu
@@ -168,7 +169,7 @@ class _Account:
         )  # fmt: skip
 
     def _moved(self, parts: Parts) -> Parts:
-        """Removes from a layer's `parts` the bytes that OFFLOAD_MODULES offloads; returns them by module."""
+        """Deletes offloaded modules (OFFLOAD_MODULES) from a layer's `parts`. Returns bytes by module."""
         parts_of = {
             "attention": ("attention",), "mlp": ("dense MLP",), "shared_expert": ("shared expert",),
             "experts": ("dispatch", "experts"),
@@ -180,7 +181,7 @@ class _Account:
         }
 
     def _saved(self) -> dict[str, float]:
-        """Bytes, by module, that a layer need not keep thanks to `Engine.recompute`."""
+        """Bytes that a layer does not keep, for each module that it recomputes (see `Engine.recompute`)."""
         modules, config = self._job.engine.recompute, self._config
         if not modules or config.recompute == "full":
             return {}
@@ -389,7 +390,7 @@ class _Account:
         return slots * (self._imbalance if factor is None else min(self._imbalance, factor))
 
     def _work(self) -> float:
-        """Temporary bytes of a layer's backward pass: the largest of MLP, experts and attention scores."""
+        """Temporary bytes in a layer's backward pass: the maximum over MLP, experts and attention scores."""
         config, ways = self._config, 2 if self._config.gated else 1
         mlp = experts = scores = 0.0
         if self._has_dense:

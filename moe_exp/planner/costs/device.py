@@ -1,7 +1,7 @@
 """Time of matrix products, memory traffic, collectives and token exchange on a device. Imports no torch.
 
-Ranks are numbered as in Megatron: tensor-parallel ranks are adjacent, followed by context, expert (for MoE),
-data and pipeline parallelism. A group inside a node uses the node's links; other groups use the network.
+Ranks are numbered as in Megatron: tensor parallelism varies fastest, then context, expert (for MoE), data
+and pipeline parallelism. A group inside a node uses the node's links; other groups use the network.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
 
 
 class Pass(NamedTuple):
-    """Seconds of a forward and backward pass."""
+    """Seconds of a forward pass and of its backward pass."""
 
     forward: float
     backward: float
@@ -93,9 +93,9 @@ class Device:
         """Returns the seconds of `count` products [m, k] x [k, n].
 
         A GPU with U multiprocessors computes the output in waves of U tiles; a partial wave takes as long as
-        a full one. With a short inner dimension, a product reaches k / (k + half_depth) of full speed. With
-        `sums_over_rows`, as in a weight's gradient, the inputs are contiguous along m and n, not along k, so
-        k need not be aligned.
+        a full wave. A product with inner dimension k reaches k / (k + half_depth) of full speed. With
+        `sums_over_rows` (for a weight's gradient), the inputs are contiguous along m and n instead of k, so k
+        need not be aligned.
         """
         # Waves of tiles are a property of GPUs.
         work = m * n * count if self.is_cpu else _in_waves(m, n, count, self.hardware.num_units)
@@ -109,7 +109,7 @@ class Device:
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Returns the time to move elements; `num_bytes` (forward, backward) is per 2-byte element."""
+        """Returns the time to move elements; `num_bytes`: bytes per 2-byte element, forward and backward."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
 
@@ -133,7 +133,7 @@ class Group:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bandwidth of a ring that leaves each node once and can use the network links of all ranks there."""
+        """Bandwidth of a ring that leaves each node once, over the network links of all its ranks there."""
         if self.in_node:
             return self.hardware.node_bytes_per_second
         network = self.hardware.network_bytes_per_second * self.hardware.network_share
@@ -214,7 +214,7 @@ def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstan
 
 
 def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
-    """Returns by what factor an unbalanced load lengthens the time of the experts and the token exchange."""
+    """Returns the factor by which an unbalanced load lengthens the time of experts and token exchange."""
     config = job.config
     is_padded = config.expert_capacity_factor is not None and config.pad_to_capacity
     is_even = job.engine.balanced or config.ep == 1 or is_padded or config.force_routing == "balanced"
@@ -222,7 +222,7 @@ def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> fl
 
 
 def places_of_token(config: Config, num_places: float) -> float:
-    """Returns to how many of N nodes or ranks a token is sent: at most N * (1 - (1 - 1/N)^TOPK)."""
+    """Returns how many of N nodes or ranks receive a token: at most N * (1 - (1 - 1/N)^TOPK)."""
     places = num_places * (1 - (1 - 1 / num_places) ** config.experts_per_token)
     if config.num_router_groups:
         places = min(places, config.router_group_topk * max(1.0, num_places / config.num_router_groups))

@@ -9,7 +9,7 @@ _PRODUCT = re.compile(r"linear_\w+\.weight$|latent_proj\.weight$")  # not norms,
 
 
 def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: int | None = None) -> int:
-    """Returns the model FLOPs of an iteration, forward and backward, over all ranks, for TFLOP/s and MFU.
+    """Returns the model FLOPs of an iteration (forward and backward, all ranks) to compute TFLOP/s and MFU.
 
     The formula is that of Megatron-LM's `num_floating_point_operations` since 2025. For B samples of S
     tokens, L layers of width h, n heads of size d in g groups, topk experts (1 if dense) of width ffn, and V
@@ -17,14 +17,14 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
         12*B*S*L*h^2 * ((1 + g/n + S/(2*h)) * n*d/h + topk*ffn/(2*h) * (3 if gated, else 2) + V/(2*L*h))
 
-    A multiply-add is two operations, and backward costs twice as much as forward: 6 FLOPs per weight that a
-    token uses. Of the S^2 attention scores, only the half below the causal mask counts; until late 2024,
-    Megatron-LM counted all of them (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in S/(2*h) is
+    A multiply-add is two operations, and backward costs twice as much as forward. So a token costs 6 FLOPs
+    per weight that it uses. Only the half of the S^2 attention scores that the causal mask keeps is counted;
+    until late 2024, Megatron-LM counted all S^2 (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in S/(2*h) is
     DOCUMENT_TOKENS; with SLIDING_WINDOW, it is the result of `attended_tokens`. With MOE_LATENT_SIZE=l,
     topk*ffn is multiplied by l/h, and the two projections of an MoE layer add 4*h*l per token in
-    forward. ATTENTION_GATE adds 2*h*n*d per token and layer in forward. Each of the MTP_NUM_LAYERS counts as
-    a layer, an output layer, and a projection (4*h^2 in forward). Norms, softmax, router and recompute are
-    not counted; Megatron-LM counts the norms of latent attention.
+    forward. ATTENTION_GATE adds 2*h*n*d per token and layer in forward. Each of the MTP_NUM_LAYERS layers
+    adds a layer, an output layer, and a projection (4*h^2 in forward). Norms, softmax, router and recompute
+    are not counted here; Megatron-LM counts the norms of latent attention.
 
     Args:
         batch_size: samples of SEQ_LEN tokens in the iteration (default: GBSZ).
@@ -56,11 +56,11 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
 def attended_tokens(config: Config, tile: int = 0) -> float:
     """Returns twice the average number of keys that a query sees under the causal mask. Without a window,
-    this is the sample length or, with DOCUMENT_MASK, the document length. The result is the
-    mean over layers with and without SLIDING_WINDOW.
+    this is the sample length or, with DOCUMENT_MASK, the document length. If only some
+    layers have SLIDING_WINDOW, the result is the mean over all layers.
 
     Args:
-        tile: number of queries that a kernel processes at once; the kernel reads all keys that these need.
+        tile: number of queries that a kernel processes at once; the kernel reads all keys of these queries.
     """
     in_document = config.document_mask and config.document_tokens
     length = min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len

@@ -1,4 +1,4 @@
-"""A job to plan: the settings of a run, and the program that runs it (`Engine`). Needs no torch.
+"""A job to plan: the settings of a run, and the training program (`Engine`). This module needs no torch.
 
 Jobs are built from this package's settings (`PlannedJob.of`) or from measured runs of other programs
 (`measured.py`), such as Megatron-DeepSpeed with its ZeRO-1 optimizer.
@@ -93,7 +93,7 @@ class PlannedJob:
 
     @property
     def all_stage_layers(self) -> list[int]:
-        """Number of layers per pipeline stage; the last includes multi-token prediction (MTP_NUM_LAYERS)."""
+        """Layers per pipeline stage; the last stage has MTP_NUM_LAYERS more, for multi-token prediction."""
         return [*self.stage_layers[:-1], self.stage_layers[-1] + self.config.mtp_num_layers]
 
     @cached_property

@@ -1,5 +1,5 @@
-"""Time of a layer and of the output layer for one micro-batch on one rank, and the position of the layers'
-components on the device's roofline (Williams et al. 2009). Imports no torch.
+"""Time of a layer and of the output layer, for one micro-batch on one rank. Also places the components of
+both on the device's roofline (Williams et al. 2009). Does not import torch.
 """
 
 import math
@@ -49,7 +49,7 @@ class LayerTimes:
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
-        """Seconds of recomputation in backward, per value of RECOMPUTE or module of `Engine.recompute`."""
+        """Seconds of recomputation in backward, by value of RECOMPUTE or module in `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts[True] - self.starts[False]
         norms = forward["norms"] * 0.4  # their share of the residual bytes
@@ -76,7 +76,7 @@ MOE = ("router", "latent_projections", "rows", "experts", "activation", "shared_
 
 
 def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
-    """Returns the seconds per component of a layer; ValueError if the device lacks the precision."""
+    """Returns the seconds per component of a layer. Raises a ValueError if the device lacks the precision."""
     config, constants, tokens, nothing = job.config, device.constants, num_tokens(job.config), Pass(0, 0)
     rule = "the device has no {} peak throughput (dense_flops in its profile)"
     if any(fp8_parts(config)) and not device.fp8_speedup:
@@ -198,7 +198,7 @@ def _core(job: PlannedJob, device: Device) -> Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """Forward plus backward costs of a layer's component, or the output layer, for a rank's micro-batch."""
+    """Cost of a layer's component or of the output layer, forward plus backward, for a rank's micro-batch."""
 
     name: str
     flops: float  # a multiply-add counts as two

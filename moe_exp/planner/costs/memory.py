@@ -102,7 +102,7 @@ def memory_of(job: PlannedJob, hardware: Hardware, constants: MemoryConstants) -
 def _activation_parts(
     job: PlannedJob, kept: Activations, stage: int, num_moe: int, in_flight: float, *, on_cpu: bool
 ) -> Parts:
-    """Returns a rank's activations at the peak of its stage, by module."""
+    """Returns the bytes of activations per module, at the memory peak of a rank in `stage`."""
     config, last = job.config, len(job.stage_layers) - 1
     num_dense, parts = job.all_stage_layers[stage] - num_moe, dict[str, float]()
     kinds = (
@@ -148,10 +148,10 @@ def expected_imbalance(config: Config, spread: float) -> float:
     """Returns the number of rows that a dropless layer must hold, as a multiple of a rank's fair share:
     1 + spread * sqrt((EP - 1) / E).
 
-    The loads of all experts have a fixed sum and a standard deviation of `spread` times their mean. The
-    summed load of a rank's n = E/EP experts then deviates by spread * sqrt((1 - n/E) / n) of its mean. In
-    the first iterations of the reference runs, where the balancing loss was 1.44, rank 0's peak memory
-    implied a spread of 0.5; in later iterations, the spread is near 0.
+    The experts' loads have a fixed sum, and their standard deviation is `spread` times their mean. The summed
+    load of a rank's n = E/EP experts then has a standard deviation of spread * sqrt((1 - n/E) / n) times its
+    mean. In the first iterations of the reference runs (balancing loss 1.44), rank 0's peak memory implied a
+    spread of 0.5. In later iterations, the spread is near 0.
     """
     if not config.use_moe or config.force_routing == "balanced":
         return 1.0
@@ -159,7 +159,7 @@ def expected_imbalance(config: Config, spread: float) -> float:
 
 
 def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float]:
-    """Returns the number of micro-batches whose activations each stage keeps at once; if a rank has
+    """Returns, for each stage, the number of micro-batches whose activations it keeps at once. If a rank has
     v model chunks, a micro-batch in one chunk counts as 1/v.
 
     With 1F1B (Narayanan et al. 2021, arXiv:2104.04473), a stage keeps one micro-batch for itself and one for
@@ -177,8 +177,8 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
 def _bytes_per_parameter(
     job: PlannedJob, constants: MemoryConstants, hardware: Hardware
 ) -> tuple[float, float, float, float, float]:
-    """Returns a rank's bytes per parameter for weights, gradients, optimizer state of dense parameters,
-    optimizer state of expert parameters (both sharded), and extra state of the embedding and output layer.
+    """Returns five values, in bytes per parameter of a rank: weights, gradients, sharded optimizer state of
+    dense and of expert parameters, and extra optimizer state of the embedding and output layer.
     """
     config, engine = job.config, job.engine
     if job.of_deepspeed:

@@ -44,7 +44,7 @@ class RankParameters:
         return self.dense + self.expert
 
     def sharded(self, config: Config) -> float:
-        """Returns how many parameters a rank keeps if the replicas of each parameter share it evenly."""
+        """Returns the number of parameters per rank if each parameter is split evenly over its replicas."""
         dense, expert = num_replicas(config)
         return self.dense / dense + self.expert / expert
 
@@ -67,7 +67,7 @@ def count_parameters(config: Config) -> ParameterCount:
 
 
 def rank_parameters(config: Config, pp_rank: int = 0) -> RankParameters:
-    """Counts the parameters of one rank in a pipeline stage; all ranks of a stage have equally many."""
+    """Counts the parameters of one rank in a pipeline stage; all ranks of a stage have the same counts."""
     return parameters_of_stages(config, config.stage_layers)[pp_rank]
 
 
@@ -116,7 +116,7 @@ def tables_of_stages(config: Config, num_stages: int) -> list[int]:
 
 
 def most_loaded_rank(config: Config) -> int:
-    """Returns the first of the pipeline ranks that have the most parameters."""
+    """Returns the pipeline rank with the most parameters; if ranks tie, the first of them."""
     stages = parameters_of_stages(config, config.stage_layers)
     return max(range(config.pp), key=lambda pp_rank: stages[pp_rank].total)
 
@@ -136,7 +136,7 @@ def optimizer_state_bytes(config: Config, hardware: Hardware | None = None) -> f
     fp32 weights need no main weight. MAIN_PARAMS=remainder needs 2 bytes less; auto means remainder if the
     AdamW kernel runs. 8-bit moments have an fp32 scale per block of 256 values, the block size of
     bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861, section 2). Muon keeps one moment for matrices; the
-    embedding and output layer use Adam and need `embedding_moment_bytes` more per parameter. Norms and
+    embedding and output layer use Adam, with more bytes per parameter (`embedding_moment_bytes`). Norms and
     routers are small, so they are counted as matrices. EMA_DECAY adds 4 bytes for the average of the weights.
     """
     if config.offload_optimizer and not (hardware and hardware.is_cpu):
@@ -168,8 +168,8 @@ def embedding_moment_bytes(config: Config) -> int:
 
 
 def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
-    """Returns the bytes of weights, gradients and optimizer state of a rank, as in Megatron's
-    `report_theoretical_memory`, but expert state is sharded over the expert replicas: world / (ETP*EP*PP).
+    """Returns the bytes of a rank's weights, gradients and optimizer state. The formula is that of Megatron's
+    `report_theoretical_memory`, but expert state is sharded over world / (ETP*EP*PP) expert replicas.
     """
     state = optimizer_state_bytes(config)
     kept = (4 if config.dtype == "fp32" else 2) + (4 if config.grad_dtype == "fp32" else 2)
@@ -178,7 +178,7 @@ def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Returns the bytes of a checkpoint, where main weights and moments are always in fp32."""
+    """Returns the size of a checkpoint in bytes. Its main weights and moments are always in fp32."""
     count, weight = count_parameters(config), 4 if config.dtype == "fp32" else 2
     tables = count.embedding * embedding_moment_bytes(config)
     return count.total * (weight + 4 + 4 * num_moments(config) + average_bytes(config)) + tables
@@ -198,8 +198,8 @@ _SPLIT = (
 
 
 def _layers(config: Config, tp: int = 1, etp: int = 1) -> list[RankParameters]:
-    """Returns the parameters per rank of a dense layer, an MoE layer, a layer for multi-token prediction, and
-    a dense layer with SLIDING_WINDOW. All routed experts are counted, as with EP=1.
+    """Returns the parameters per rank of four kinds of layers: dense, MoE, multi-token prediction, and dense
+    with SLIDING_WINDOW. All routed experts are counted, as with EP=1.
     """
     # norms over all heads are split like the heads
     scopes = {"head": _SPLIT, "rotated": _SPLIT, "all": rf"{_SPLIT}|[qk]_layernorm\.weight$"}

@@ -37,13 +37,13 @@ def fp8_parts(config: Config) -> tuple[bool, bool]:
 
 
 def fp8_kept(config: Config) -> tuple[bool, bool]:
-    """Whether experts, and whether other layers, save FP8 tensors for backward (Triton experts save bf16)."""
+    """Returns which of (experts, other layers) save FP8 tensors for backward; Triton experts save bf16."""
     return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
 
 def planned_backend(config: Config, hardware: Hardware) -> str:
-    """Returns EXPERT_BACKEND or, for `auto`, the choice of `grouped_gemm.choose_backend`. The result `auto`
-    means any GPU backend except triton; these all need the same memory.
+    """Returns EXPERT_BACKEND; if it is `auto`, returns the choice of `grouped_gemm.choose_backend`. The
+    result `auto` stands for any GPU backend except triton, because these backends all need the same memory.
     """
     backend = priced(config, "expert_backend", {name: name for name in PRICED_BACKENDS})
     if backend != "auto":
@@ -55,7 +55,7 @@ def planned_backend(config: Config, hardware: Hardware) -> str:
 
 
 def planned_loss(config: Config, hardware: Hardware) -> str:
-    """Returns CROSS_ENTROPY or, for `auto`, the choice of `cross_entropy.choose_cross_entropy`."""
+    """Returns CROSS_ENTROPY; if it is `auto`, returns the choice of `cross_entropy.choose_cross_entropy`."""
     by_device = "triton" if hardware.runs_kernels else "megatron"
     kinds = {kind: kind for kind in ("megatron", "triton", "linear")}
     return priced(config, "cross_entropy", kinds | {"auto": by_device})
@@ -134,12 +134,12 @@ def products(config: Config, *, sequence_parallel: bool) -> dict[str, list[Shape
 
 
 def num_tokens(config: Config) -> float:
-    """Returns the tokens of a micro-batch on a context-parallel rank."""
+    """Returns how many tokens of a micro-batch are on one context-parallel rank."""
     return config.mbsz * config.seq_len / config.cp
 
 
 def hidden_bytes(config: Config) -> float:
-    """Returns the bytes of a micro-batch's hidden states on a context-parallel rank."""
+    """Returns the size in bytes of a micro-batch's hidden states on one context-parallel rank."""
     return num_tokens(config) * config.hidden_size * (4 if config.dtype == "fp32" else 2)
 
 
@@ -149,7 +149,7 @@ def shared_rows(config: Config, sequence_parallel: bool) -> float:
 
 
 def num_slots(config: Config, sequence_parallel: bool) -> float:
-    """Returns a rank's slots (token-expert pairs) at even load or, with PAD_TO_CAPACITY, with the padding."""
+    """Returns a rank's slots (token-expert pairs) at even load, including the padding of PAD_TO_CAPACITY."""
     factor, rows = config.expert_capacity_factor, shared_rows(config, sequence_parallel)
     if factor is not None and config.pad_to_capacity:
         return padded_slots(config, rows)
@@ -157,7 +157,7 @@ def num_slots(config: Config, sequence_parallel: bool) -> float:
 
 
 def projections(config: Config, query: float, heads: float, *, tp: int) -> list[tuple[float, float]]:
-    """Returns (columns, depth) of attention's input projections; a rank has `query` channels and `heads`."""
+    """(Columns, depth) of attention's input projections on a rank with `query` channels and `heads` heads."""
     hidden, latent, rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
     if not config.multi_latent_attention:
         return [(query + 2 * config.num_query_groups * config.kv_channels / tp, hidden)]

@@ -1,7 +1,7 @@
-"""Time lost to checkpoints, failures and evaluation, and disk space of checkpoints. No torch.
+"""Disk space of checkpoints, and time lost to checkpoints, failures and evaluation. No torch.
 
-If random failures occur every M seconds on average, a save takes d seconds, and t seconds pass between
-saves, a run loses (t + d) / 2 seconds per failure and d seconds per save. The best interval is:
+Suppose that a random failure occurs every M seconds on average, that a save takes d seconds, and that t
+seconds pass between saves. A run loses (t + d) / 2 seconds per failure and d seconds per save. The best t is:
 
     Young 1974 (A first order approximation to the optimum checkpoint interval, CACM 17(9)):
         t = sqrt(2 d M)
@@ -9,8 +9,8 @@ saves, a run loses (t + d) / 2 seconds per failure and d seconds per save. The b
     equation 37):
         t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    for d < 2M, else t = M
 
-Daly's model (equation 20), in which saves and restarts can fail, gives the wall time T that a second of work
-takes with an interval t:
+In Daly's model (equation 20), saves and restarts can fail. A second of work takes the following wall time T
+if the interval is t:
 
     T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: seconds from a failure
                                                    to the next iteration
@@ -78,7 +78,7 @@ def goodput_of(
         training_seconds: time of all iterations, see `estimate.cost_of`.
         node_mtbf_hours: mean time between failures of one node.
         restart_minutes: time from a failure to the next iteration.
-        save_seconds: time per save (default: to write a checkpoint at DISK_BYTES_PER_SECOND per node).
+        save_seconds: time per save; default: checkpoint size / (NNODES * DISK_BYTES_PER_SECOND).
     """
     mtbf, restart = node_mtbf_hours * 3600 / config.nnodes, restart_minutes * 60
     save = save_seconds or checkpoint_bytes(config) / (config.nnodes * DISK_BYTES_PER_SECOND)
@@ -124,7 +124,7 @@ def disk_use(
     config: Config, *, iteration: int = 0, there: Sequence[int] = (), one_bytes: int | None = None
 ) -> DiskUse:
     """Returns the disk space that a run needs up to TRAIN_ITERS. This is an upper bound: a checkpoint
-    that is kept for two reasons (such as last and best) may count twice.
+    that is kept for two reasons (for example, as last and as best) may count twice.
 
     A checkpoint is removed only when the next one is complete. The checkpoint from which the run resumed is
     also kept.
@@ -163,7 +163,7 @@ def _num_saves(config: Config, iteration: int) -> int:
 def keep_last_that_fits(
     config: Config, free_bytes: int, *, iteration: int = 0, there: Sequence[int] = ()
 ) -> int:
-    """Returns the largest KEEP_LAST whose checkpoints fit in `free_bytes`; 0 if KEEP_LAST=1 is too large."""
+    """Returns the largest KEEP_LAST whose checkpoints fit in `free_bytes`; 0 if even 1 does not fit."""
 
     def needed_bytes(number: int) -> int:
         tried = config.model_copy(update={"keep_last": number, "keep_every": 0, "keep_best": 0})

@@ -1,7 +1,7 @@
 """Time of an iteration: matrix products, collectives, pipeline bubble, optimizer. No torch.
 
-If a micro-batch takes time t_i on stage i, an iteration of m micro-batches takes sum(t) + (m - 1) * max(t)
-with the 1F1B schedule. V model chunks per rank reduce the pipeline's fill and drain time to 1/V
+With the 1F1B schedule, an iteration of m micro-batches takes sum(t) + (m - 1) * max(t), where t_i is the
+time of one micro-batch on stage i. V model chunks per rank reduce the pipeline's fill and drain time to 1/V
 (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Data-parallel communication adds time unless it
 overlaps with the backward pass of the last micro-batch.
 """
@@ -52,7 +52,7 @@ class IterationTime:
 
     @property
     def bound(self) -> str:
-        """The largest component besides `compute` if it exceeds a tenth of the total time, else `compute`."""
+        """The largest component except `compute`. If it is at most a tenth of the total time: `compute`."""
         others = {name: seconds for name, seconds in self.parts().items() if name != "compute"}
         name = max(others, key=others.__getitem__)
         return name if others[name] > self.total / 10 else "compute"
@@ -95,9 +95,9 @@ def time_of(
 
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[tuple[Pass, Pass]]:
-    """Returns the time of a micro-batch on each pipeline stage, over all its model chunks, and the part of it
-    spent on token dispatch and combine. Half of the time of collectives (with recompute, a third) counts as
-    forward, the rest as backward.
+    """Returns two times of a micro-batch per pipeline stage: the total over the stage's model chunks, and
+    the part for token dispatch and combine. Half of the time of collectives counts as forward and half as
+    backward; with recompute, a third and two thirds.
     """
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, parts = layer_times(job, device), _parts_of_stages(job, device)
@@ -151,7 +151,7 @@ def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int =
 
 
 def _counts(job: PlannedJob) -> list[tuple[int, int]]:
-    """Returns the number of (dense, MoE) layers in each stage."""
+    """Returns (number of dense layers, number of MoE layers) for each stage."""
     is_moe, counts, first = job.config.all_moe_layers, [], 0
     # Model chunks alternate between stages, so the average share of MoE layers is close enough.
     if (job.config.vpp or 1) > 1 and len(set(is_moe)) > 1:
@@ -260,8 +260,8 @@ def _muon_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants)
 
     Muon orthogonalizes each [r, c] matrix x, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`).
     Each step computes s = x x^T, s^2, and (b s + c s^2) x, where b and c are fixed coefficients (not the c of
-    [r, c]). The steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole matrix, even with TP. Ranks that
-    hold the same matrices divide the work.
+    [r, c]). The steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32. Even with TP, each step uses the whole
+    matrix. Ranks that hold the same matrices divide the work.
     """
     config = job.config
     if config.optimizer != "muon":

@@ -1,1 +1,1 @@
-"""Search for the fastest parallel layout. No torch."""
+"""Search for the fastest parallel layout. Does not import torch."""

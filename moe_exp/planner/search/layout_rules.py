@@ -1,6 +1,6 @@
 """Layouts that a search tries, and the rules that exclude layouts. Does not import torch.
 
-A layout is a Config with layout settings, so the rules of training apply to it. `Config.problems` is
+A layout is a Config, so the rules of training apply to it. `Config.problems` is
 checked level by level (tensor and context parallelism, pipeline, experts, micro-batch), with sizes of later
 levels set to 1. A rejection at one level excludes all layouts of the later levels, so hundreds of checks
 cover millions of layouts.
@@ -126,7 +126,7 @@ def recompute_settings(level: str) -> dict[str, str]:
 
 
 def recompute_level(config: Config) -> str:
-    """Returns the `Space.recompute` level that matches these settings."""
+    """Returns the level in `Space.recompute` that stands for the settings in `config`."""
     level = config.recompute_modules or config.recompute
     return f"{level}{_HOST}{config.offload_modules}" if config.offload_modules else level
 
@@ -145,12 +145,12 @@ class Family:
 
 
 def with_layout(config: Config, **layout: Any) -> Config:
-    """Returns `config` with this layout; layout settings that are not given become 1, none or 0."""
+    """Returns `config` with these layout settings; all other layout settings become 1, none or 0."""
     return config.model_copy(update=_ONE | layout)
 
 
 def model_problems(config: Config) -> list[str]:
-    """Returns the problems that no layout can fix, found by checking the settings on one GPU."""
+    """Returns the problems that no layout can fix. To find them, checks the settings for one GPU."""
     alone: dict[str, Any] = {"nnodes": 1, "gpus_per_node": 1, "node_rank": 0}
     alone |= {"profile_ranks": "0", "dump_ranks": ""}  # checked below, with the real number of ranks
     if config.dispatcher == "deepep":  # requires EP > 1; checked with each EP
@@ -160,7 +160,7 @@ def model_problems(config: Config) -> list[str]:
 
 
 def layout_problems(config: Config) -> list[str]:
-    """Returns all problems of a layout, including the search's own rules."""
+    """Returns all problems of a layout, under the rules of training and those of the search."""
     return [*config.problems(), *_over_nodes(config)]
 
 
@@ -201,7 +201,7 @@ def _any_batch(config: Config) -> dict[str, Any]:
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """Returns the reason for the first problem listed in `_REASONS`, else `fallback`; '' without problems."""
+    """Returns '' without problems, else the first reason that `_REASONS` lists for them, else `fallback`."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 
@@ -241,9 +241,9 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
 
 
 def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
-    """Returns the layer splits to try, each as a dict of settings (empty: even split). With a large
-    vocabulary, one more split counts the embedding and the output layer as one layer each; with a very large
-    one, another split counts the output layer as several layers.
+    """Returns the layer splits to try, each as a dict of settings; {} is an even split. If the
+    vocabulary is large, a second split counts the embedding and the output layer as one layer each. If the
+    vocabulary is very large, a third split counts the output layer as several layers.
     """
     if num_stages == 1:
         return ({},)

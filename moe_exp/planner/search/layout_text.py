@@ -20,7 +20,7 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
-    """Parses values to which layout settings are restricted, such as `2,4`; ConfigError if invalid."""
+    """Parses the values allowed for each layout setting, such as `2,4`; ConfigError if a value is invalid."""
     values, problems = {}, []
     for name, text in texts.items():
         parts = [text] if name in _LISTS else text.split(",")
@@ -90,7 +90,7 @@ def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
 
 
 def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
-    """Returns NNODES and GPUS_PER_NODE for a number of GPUs; ValueError if they do not fill whole nodes."""
+    """Splits `num_gpus` into NNODES and GPUS_PER_NODE; ValueError if the GPUs do not fill whole nodes."""
     if num_gpus < 1 or gpus_per_node < 1:
         name, value = ("gpus", num_gpus) if num_gpus < 1 else ("gpus_per_node", gpus_per_node)
         raise setting_error(name, value, "must be a whole number of at least 1", "set it to a number of GPUs")
@@ -105,7 +105,7 @@ def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
 
 
 def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:
-    """Returns `flags` with `gpus` split into NNODES and GPUS_PER_NODE."""
+    """Returns `flags` plus the NNODES and GPUS_PER_NODE that follow from `gpus`."""
     settings = dict(flags)
     if gpus is not None:
         per_node = settings.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
@@ -122,8 +122,8 @@ def exported_settings(
     """Yields the settings with which `moe-exp train` runs a layout: the layout settings, and other settings
     that differ from the preset's `defaults`. Node and host settings such as NODE_RANK are omitted.
 
-    With `overrides` (for environment variables), layout settings that the layout does not use are included
-    with empty values, so that variables of an earlier layout have no effect. ValueError if the preset sets
+    With `overrides`, layout settings that the layout does not use are yielded with empty values. As
+    environment variables, the empty values replace those of an earlier layout. ValueError if the preset sets
     such a setting, because an empty variable does not override a preset.
     """
     yield "PRESET", config.preset

@@ -1,7 +1,7 @@
-"""Finds the fastest layout of a model on given GPUs, and why other layouts are slower or invalid.
+"""Finds the fastest layout of a model on given GPUs. Explains why other layouts are slower or invalid.
 
-Memory grows with the micro-batch size and model chunks, and shrinks with recompute. For each choice of
-parallel sizes, the search therefore tries increasing micro-batch sizes with the least recompute that fits.
+Recompute saves memory; larger micro-batches and more model chunks need more. For each choice of parallel
+sizes, the search therefore tries increasing micro-batch sizes, each with the least recompute that fits.
 Does not import torch.
 """
 
@@ -33,7 +33,7 @@ class Candidate:
 
     @property
     def filling_batch(self) -> int:
-        """Smallest global batch size that gives each stage a micro-batch: PP*MBSZ*DP samples."""
+        """Smallest global batch size that fills the pipeline, PP*MBSZ*DP samples: a micro-batch per stage."""
         return self.config.pp * self.config.mbsz * self.config.data_parallel_size
 
     @property
@@ -97,8 +97,8 @@ _SPARE = 0.08
 
 
 def search_smaller(config: Config, hardware: Hardware, **options: Any) -> tuple[Search, dict[str, Any]]:
-    """Repeats the search with settings that need less and less memory until a layout fits with 8% to spare;
-    also returns the changed settings. The arguments are those of `search`.
+    """Repeats the search with settings that need less memory until a layout fits with 8% of memory to spare.
+    Also returns the changed settings. The arguments are those of `search`.
     """
     changes: dict[str, Any] = {}
     found = search(config, hardware, **options)
@@ -127,7 +127,7 @@ class _Evaluation:
         self.smallest: Candidate | None = None
 
     def add(self, family: rules.Family) -> None:
-        """Tries all expert-parallel sizes and VPP values, starting with VPP=none (least memory)."""
+        """Tries all expert-parallel sizes and VPP values. VPP=none is first: it needs the least memory."""
         for ep, etp in family.experts:
             levels: dict[int, int] = {}
             for vpp, sizes in family.batches.items():
@@ -144,8 +144,8 @@ class _Evaluation:
                 levels = levels or ({} if vpp else needed)
 
     def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
-        """Returns, for each micro-batch size, the index of the first recompute setting that fits. `least`:
-        lowest index to try for each micro-batch size.
+        """Maps each micro-batch size to the index of the first recompute setting that fits. `least` maps
+        micro-batch sizes to the lowest index to try.
         """
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
         # If the previous layout did not fit, this one probably won't either: try the smallest case first.
@@ -188,13 +188,13 @@ class _Evaluation:
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """Returns the settings that determine a layer's time without recompute (its shortest time)."""
+    """Returns the settings that determine a layer's shortest time, which is without recompute."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Comparison of the requested settings with the best layout, or the reasons why they are rejected."""
+    """Comparison of the requested settings with the best layout, or why these settings are rejected."""
 
     wanted: Mapping[str, Any]  # requested layout settings
     candidate: Candidate | None  # fastest valid layout with them, if any
@@ -205,7 +205,7 @@ class Explanation:
 
 
 def explain(found: Search, wanted: Mapping[str, Any]) -> Explanation:
-    """Explains why the settings `wanted` are rejected, or how the fastest layout that uses them ranks."""
+    """Ranks the fastest layout with the `wanted` settings, or explains why these settings are rejected."""
     config, fixed = found.config, found.fixed
     narrowed = {**fixed, **{name: (value,) for name, value in wanted.items()}}
     # Searching again with the settings fixed finds the best layout that has them, not just any.

@@ -1,4 +1,4 @@
-"""Runs a comparison sequentially and rewrites its report after each run. No torch."""
+"""Runs a comparison sequentially and rewrites its report after each run. Does not import torch."""
 
 import importlib.util
 import shutil
@@ -51,7 +51,7 @@ def run_comparison(comparison: Comparison) -> int:
 
     Raises:
         ConfigError: if the settings cannot run on this machine or in this folder.
-        ValueError: if the folder is in use or, with --match time, a variant fails in the speed measurement.
+        ValueError: if the folder is in use, or if a variant fails in the speed measurement of --match time.
         KeyboardInterrupt: on Ctrl-C, SIGTERM or SIGHUP, after the current run has saved a checkpoint.
     """
     if comparison.options.repeats > 1:
@@ -119,7 +119,7 @@ def run_one(comparison: Comparison, run: Case, title: str) -> Ended:
 
 
 def ended_with(run: Case, code: int | None, printed: str) -> Ended:
-    """Returns the state of a run, given its launcher's exit code (None: unknown) and output."""
+    """Determines the state of a run from its launcher's output and exit code (None if unknown)."""
     if code in (FINISHED, TO_BE_CONTINUED):
         return read_ended(run)
     status, reason = why_it_failed(printed, code)
@@ -140,7 +140,7 @@ def predicted_seconds(variant: Variant) -> float | None:
 
 
 def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
-    """Returns a copy of `known`, completed with measured seconds per iteration; ValueError on failure."""
+    """Seconds per iteration of each variant, `known` or measured; ValueError if a measurement fails."""
     left = [variant for variant in comparison.variants if variant.name not in known]
     pace, folder = dict(known), comparison.folder / "pace"
     if not left:
@@ -164,7 +164,7 @@ def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[st
 
 
 def need_packages(field: str, *packages: str) -> None:
-    """Raises ConfigError before the first run if a package that the report's tables need is missing."""
+    """Checks that packages for the report's tables are installed; ConfigError if one is missing."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             rule = "the tables require this package, which is not installed"
@@ -175,7 +175,7 @@ def check_runs(
     runs: Sequence[Case],
     problems_of: Callable[[Config], Iterable[str]] = lambda one: [*one.problems(), *check_environment(one)],
 ) -> None:
-    """ConfigError if runs cannot start; error lines that do not apply to all runs name the affected runs."""
+    """ConfigError if runs cannot start; if a problem affects only some runs, its line names these runs."""
     named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:

@@ -99,13 +99,13 @@ class Comparison:
         return runs
 
     def paced(self, seconds: Mapping[str, float]) -> Comparison:
-        """Returns the comparison adjusted to equal training times, given seconds per iteration by variant."""
+        """Returns the comparison with equal training times. `seconds`: seconds per iteration, by variant."""
         budget = self.options.seconds or self.reference.config.train_iters * seconds[self.reference.name]
         paced = (one.lasting(max(1, round(budget / seconds[one.name]))) for one in self.variants)
         return replace(self, variants=tuple(paced))
 
     def known_pace(self) -> dict[str, float]:
-        """Returns seconds per iteration of each variant that an earlier `moe-exp compare` call measured."""
+        """Returns the seconds per iteration that earlier `moe-exp compare` calls measured, by variant."""
         before = self._kept().get("variants", {})
         paces = {name: entry.get("seconds_per_iteration") for name, entry in before.items()}
         return {name: seconds for name, seconds in paces.items() if seconds}
@@ -196,8 +196,8 @@ def _summary(run: Case) -> dict[str, Any]:
 
 
 def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, list[float | None]] | None:
-    """Returns the position on `axis` where the shortest run ends, and each run's smoothed loss at this
-    position, interpolated linearly (None: unknown). Returns None if fewer than two runs can be compared.
+    """Returns the position on `axis` where the shortest run ends, and each run's smoothed loss there. A loss
+    is interpolated linearly; None if unknown. Returns None if fewer than two runs can be compared.
     """
     # All runs use the same window in tokens: a shorter one would only cover later, lower losses.
     window = window_of([one.recorded for one in ended])

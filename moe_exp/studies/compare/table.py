@@ -21,8 +21,8 @@ _MOST_COLUMNS = 6  # up to this number, variants are columns, else rows
 
 
 def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, measured: bool) -> str:
-    """Describes the variants, their sizes, the size mismatch and the expected duration. `seconds`: seconds
-    per iteration by variant (None: unknown); `measured`: whether they were measured, not predicted.
+    """Describes the variants, their sizes, the size mismatch and the expected duration. `seconds`: time per
+    iteration of each variant, None if unknown. `measured`: True if times were measured, False if predicted.
     """
     variants, options = comparison.variants, comparison.options
     config = comparison.reference.config
@@ -117,7 +117,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
-    """Returns the results of each run by variant, with the settings in which the variants differ."""
+    """Returns, for each variant, the results of its runs and the settings in which the variants differ."""
     different, found = differences(comparison.variants), {}
     reported = ("final_loss", "valid_loss", "tokens", "flops", "seconds", "tokens_per_second")
     for index, variant in enumerate(comparison.variants):
@@ -131,7 +131,7 @@ def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
-    """Compares pairs of variants per seed; of many variants, only pairs with the reference or a dense one."""
+    """Compares pairs of variants per seed. With many variants, a pair has the reference or a dense model."""
     for (name, earlier), (other, later) in combinations(by_name.items(), 2):
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):
@@ -170,7 +170,7 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
 def _mean_text(
     values: Sequence[float | None], text: Callable[[float], str], *, interval: bool = False
 ) -> str:
-    """Formats the mean with its standard deviation or, with `interval`, Student's 90% interval."""
+    """Formats the mean and standard deviation; if `interval`, the mean and Student's 90% interval."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return ""

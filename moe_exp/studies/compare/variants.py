@@ -1,5 +1,5 @@
-"""Variants of a comparison, parsed from text such as `moe,dense` or `name:NUM_EXPERTS=16,TOPK=2`, and matched
-in FLOPs per token, active parameters per token or training time. Does not import torch.
+"""Variants of a comparison, parsed from text such as `moe,dense` or `name:NUM_EXPERTS=16,TOPK=2`. Sizes are
+matched in FLOPs per token, active parameters per token or training time. Does not import torch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Variant:
 
 
 def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -> list[Variant]:
-    """Parses the variants of a comparison; ConfigError with all problems.
+    """Parses the variants of a comparison. Raises a ConfigError that lists all problems.
 
     Args:
         runs: comma-separated names from KINDS. If `runs` is empty and `written` has fewer than two variants,
@@ -143,7 +143,7 @@ def reference_of(variants: Sequence[Variant]) -> Variant:
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
-    """Returns the settings that differ, with each variant's value (None: MoE setting of a dense model)."""
+    """Returns every differing setting with its value per variant (None for MoE settings of dense models)."""
     found = {}
     for name in (name for name in Config.model_fields if name != "run_name"):
         is_of_experts = TRAITS[name].part == "experts"
@@ -174,7 +174,7 @@ MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", 
 
 
 def apart(config: Config, reference: Config, match: Match) -> float:
-    """Returns the relative difference from the reference in the matched quantity."""
+    """Returns the relative difference of `config` from `reference` in the quantity of `match`."""
     return MEASURES[match](config) / MEASURES[match](reference) - 1
 
 
@@ -184,7 +184,7 @@ def width_setting(config: Config) -> str:
 
 
 def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
-    """Returns the MLP width whose `measure` is closest to `target`; 0 if every width is too large."""
+    """Returns the MLP width with `measure` closest to `target`, or 0 if `target` is too small for any MLP."""
     name, unit = width_setting(config), config.etp if config.use_moe else config.tp
 
     def measured(width: int) -> float:
@@ -204,7 +204,9 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Matches variants to the reference: sets MLP widths not set by a variant; ConfigError if impossible."""
+    """Sets each variant's MLP width so that its size matches the reference. A variant that sets the width
+    itself keeps it. Raises a ConfigError if no width matches.
+    """
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:

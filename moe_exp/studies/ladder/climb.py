@@ -21,7 +21,7 @@ _ENDED_BY_SLURM = re.compile(r"CANCELLED AT[^\n*]*")
 
 
 def check(ladder: Ladder) -> None:
-    """Raises ConfigError for invalid settings, or if the folder's runs were started with other settings."""
+    """Raises ConfigError if settings are invalid, or if earlier runs in the folder had other settings."""
     back_to_back.need_packages("ladder", "scipy", "matplotlib")
     for comparison in ladder.rungs:
         back_to_back.check_runs(comparison.runs(), Config.problems)
@@ -33,7 +33,7 @@ def check(ladder: Ladder) -> None:
 
 
 def dry_run(ladder: Ladder) -> str:
-    """Describes a ladder without touching files; ConfigError if the ladder cannot run."""
+    """Describes a ladder without touching files. Raises ConfigError if the ladder cannot run."""
     check(ladder)
     for comparison in ladder.rungs:
         back_to_back.check_planned_files(comparison)
@@ -42,8 +42,8 @@ def dry_run(ladder: Ladder) -> str:
 
 def run_ladder(ladder: Ladder, executor: str = "local", sbatch: Sequence[str] = ()) -> int:
     """Performs the remaining runs of a ladder and updates the reports after each run. Raises the
-    errors of `run_comparison`. Returns the exit code: 1 if a run failed, timed out or diverged;
-    otherwise TO_BE_CONTINUED if runs remain, FINISHED if not.
+    same errors as `run_comparison`. Returns the exit code: 1 if a run failed, timed out or diverged;
+    otherwise TO_BE_CONTINUED if runs remain, or FINISHED if all runs are done.
 
     Args:
         executor: one of EXECUTORS.

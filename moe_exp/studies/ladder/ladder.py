@@ -1,4 +1,5 @@
-"""A ladder: the same variants at several sizes (rungs), compared per rung at equal FLOPs per token. No torch.
+"""A ladder: the same variants at several sizes (rungs); in each rung they have equal FLOPs per token.
+Does not import torch.
 
 $RUN_DIR/NAME/
   rung_1/ rung_2/ ...   comparisons, see studies/compare/comparison.py
@@ -55,7 +56,7 @@ class Definition:
 
     @classmethod
     def read(cls, name: str) -> Definition:
-        """Reads the YAML file `name`, or this package's definition of that name; ConfigError if invalid."""
+        """Reads this package's definition `name`, or else the YAML file `name`; ConfigError if invalid."""
         own = {path.stem: path for path in sorted(PUBLISHED.glob("*.yaml"))}
         path = own.get(name, Path(name))
         if not path.is_file():
@@ -96,7 +97,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Comparisons in ascending order of compute."""
+    """The comparisons of a ladder, one per rung, in ascending order of compute."""
 
     definition: Definition
     folder: Path
@@ -111,7 +112,7 @@ class Ladder:
         """Reads all settings and chooses the sizes without touching the disk; ConfigError lists all problems.
 
         Args:
-            flags: run settings by field name; None if not given.
+            flags: run settings by field name; the value None means that a setting is not given.
             timeout: time limit of a run in seconds; 0: no limit.
             executor: local or slurm. With slurm, PRESET=cpu (the default without TRAIN_DATA) uses CPU nodes.
         """
@@ -167,7 +168,7 @@ class Ladder:
                     yield problem("variant", f"{variant.name} of rung {number}", rule, fix)
 
     def flops(self, rung: int) -> dict[str, float]:
-        """Returns, for each variant, the model FLOPs of one run at rung `rung` (counted from 0)."""
+        """Returns each variant's model FLOPs for one run at rung `rung` (counted from 0)."""
         return {one.name: compute_of(one.config) for one in self.rungs[rung].variants}
 
     @property
@@ -187,7 +188,7 @@ def compute_of(config: Config) -> float:
 
 
 def scaled(base: Config, width: int) -> dict[str, Any]:
-    """Returns the settings of the rung with HIDDEN_SIZE `width`, scaled from `base` as described in RULE."""
+    """Returns the settings of a rung: `base` scaled to HIDDEN_SIZE=`width` as described in RULE."""
     share = width / base.hidden_size
 
     def rounded(value: int, unit: int = 1) -> int:

@@ -1,8 +1,8 @@
 """Scaling laws L(C) = E + A C^-alpha of several variants, and effective speedups, with intervals. No torch.
 
 L is the loss, C the compute and E the irreducible loss. Models that grow with C share E, because they are
-trained on the same data; models of constant size have their own, higher E. The form, with C as its only
-variable, is from Hoffmann et al. 2022 (arXiv:2203.15556, section 3.3). The effective speedup of a variant is
+trained on the same data; models of constant size have their own, higher E. The form is from Hoffmann et
+al. 2022 (arXiv:2203.15556, section 3.3), here in the single variable C. The effective speedup of a variant is
 the compute that the baseline needs to reach the variant's loss, divided by the variant's compute. Importing
 this file does not import scipy.
 """
@@ -52,7 +52,7 @@ class Law:
         return self.asymptote + self.coefficient * compute**-self.exponent
 
     def compute(self, loss: float) -> float:
-        """Returns the compute at which the law reaches `loss`; inf if it never does."""
+        """Returns the compute at which the law reaches `loss`, or inf if the law stays above `loss`."""
         if loss <= self.asymptote:
             return math.inf
         log = math.log(self.coefficient / (loss - self.asymptote)) / self.exponent
@@ -119,8 +119,8 @@ def fit_laws(
 ) -> Fit:  # fmt: skip
     """Fits the laws by least squares, jointly if they share E; raises ValueError if there is a `fit_problem`.
 
-    Each bootstrap draw adds noise to the mean of each rung (see `Noise`); there are no draws if no
-    rung has several seeds. `asymptote`: E in nats per token; None: E is fitted.
+    Each bootstrap draw adds noise to the mean of each rung (see `Noise`). Draws require at least one rung
+    with several seeds. `asymptote` is a fixed E in nats per token (None: E is fitted).
     """
     if problem := fit_problem(variants, asymptote):
         raise ValueError(problem)
@@ -174,7 +174,7 @@ def _fit_means(
     compute: Mapping[str, Floats], means: Mapping[str, Floats], asymptote: float | None,
     start: Mapping[str, Law] | None,
 ) -> dict[str, Law]:  # fmt: skip
-    """Returns the best of the fits from several initial guesses of E, or the fit from `start`, if given."""
+    """Returns the fit that begins at `start`; without `start`, the best fit from several guesses of E."""
     from scipy.optimize import least_squares
 
     names = list(means)
@@ -255,7 +255,7 @@ class Speedup:
 
 
 def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str) -> Speedup:
-    """Returns the speedup of a variant per rung: the ratio of baseline to variant compute at equal loss."""
+    """Returns a variant's speedup at each rung: baseline compute / variant compute, at equal loss."""
     points, means = variants[name], variants[name].means
     noise, generator = Noise.of(variants), np.random.default_rng(1)
     values = _ratios(fit.laws[baseline], points.compute, means)

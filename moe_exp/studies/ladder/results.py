@@ -27,7 +27,7 @@ _COLORS = ("#1f5f9e", "#d9541e", "#3b8f4f", "#8a4fa3", "#b08900", "#555555")
 
 @dataclass(frozen=True)
 class Predicted:
-    """Losses of the last rung by variant, as predicted before this rung ran."""
+    """Each variant's loss on the last rung, predicted before that rung ran."""
 
     when: str
     losses: dict[str, Estimate]
@@ -57,7 +57,7 @@ class Results:
 
 
 def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Results:
-    """Reads all runs. `reasons`: why runs failed, by `run_name`; other failures are listed by status."""
+    """Reads all runs. `reasons` maps a failed run's `run_name` to the reason (default: its status)."""
     reasons = reasons or {}
     ended = [[read_ended(run) for run in comparison.runs()] for comparison in ladder.rungs]
     everything = [one for rung in ended for one in rung]
@@ -111,7 +111,7 @@ def prediction_file(ladder: Ladder) -> Path:
 
 
 def predict(ladder: Ladder) -> str:
-    """Predicts losses of the last rung unless it has started; returns why no prediction exists, or ""."""
+    """Predicts the last rung's losses unless it has started. Returns "", or why no prediction exists."""
     # After a rung has started, its losses could no longer be called predicted.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):
@@ -219,7 +219,7 @@ def _result_rows(ladder: Ladder, results: Results) -> list[list[str]]:
 
 
 def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
-    """Yields paragraphs on speedup trends, on the laws, on predictions, and on missing or excluded runs."""
+    """Yields the report's paragraphs on speedup trends, laws, predictions, and missing or excluded runs."""
     if results.fit:
         trends = []
         for name, one in results.speedups.items():
@@ -288,7 +288,7 @@ def page(ladder: Ladder, results: Results) -> str:
 
 
 def draw(ladder: Ladder, results: Results) -> str:
-    """Plots loss minus asymptote, and effective speedup, against compute (log-log axes); returns SVG."""
+    """Returns an SVG with two log-log plots against compute: loss minus asymptote, and effective speedup."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")

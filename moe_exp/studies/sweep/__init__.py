@@ -1,1 +1,1 @@
-"""Measurements of many layouts in short runs, for `moe-exp sweep`."""
+"""Measures many layouts in short runs, for `moe-exp sweep`."""

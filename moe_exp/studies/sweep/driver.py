@@ -1,4 +1,4 @@
-"""Runs a sweep's cases one by one or as SLURM jobs; updates the tables after each. Does not import torch.
+"""Runs a sweep's cases one by one or as SLURM jobs; updates tables after each case. Does not import torch.
 
 $SWEEP_DIR/$SWEEP_NAME/
   sweep.csv sweep.md sweep.png   rewritten after each case
@@ -43,7 +43,7 @@ _OWN_OF_CASE = {
 
 
 def case_of(flags: Mapping[str, Any], folder: Path, *, local: bool) -> Case:
-    """Creates the case with settings `flags`. `local`: check whether this machine can run the case."""
+    """Creates the case with the settings `flags`. If `local`, checks whether this machine can run it."""
     config = load_config(flags, {})
     name = case_name(config)
     problems = list(config.problems())
@@ -58,7 +58,7 @@ def case_of(flags: Mapping[str, Any], folder: Path, *, local: bool) -> Case:
 
 
 def case_name(config: Config) -> str:
-    """Returns the name of a layout, with VPP if set, and ETP, CP and the number of nodes if above 1."""
+    """Names a layout. VPP is included only if set; ETP, CP and the number of nodes only if above 1."""
     nodes = f"nodes_{config.nnodes}_" if config.nnodes > 1 else ""
     name = f"{nodes}gpus_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}"
     name += "" if config.vpp is None else f"_VPP_{config.vpp}"
@@ -80,7 +80,7 @@ class Sweep:
     @classmethod
     def of(cls, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Sweep:
         """Reads all settings, writing nothing to disk; raises one ConfigError for all invalid values.
-        `flags` are settings of the sweep and of its runs by field name; None means not given.
+        `flags` maps names of settings (of the sweep or its runs) to values; None means not given.
         """
         flags = with_file(flags, environ)
         fields = SweepSettings.model_fields
@@ -134,7 +134,7 @@ class Sweep:
         return settings | self.settings.model_dump(include={"sweep_iters", "sweep_warmup"})
 
     def cases(self) -> list[Case]:
-        """Returns the cases of all combinations of values; ConfigError for problems common to all cases."""
+        """Returns the cases for all combinations of values; raises ConfigError for problems shared by all."""
         base = load_config(self.given, {})
         lists = [getattr(self.settings, name) or (getattr(base, setting),) for name, setting in AXES.items()]
         shared = {**self.given, **MEASURED_ONLY, "train_iters": self.settings.sweep_iters}
@@ -154,7 +154,7 @@ class Sweep:
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
         """Returns the rows of this sweep's `cases`, then of other cases with results in the folder.
 
-        With `retry_failed`, those of `cases` that failed, ran out of memory or timed out count as not run.
+        With `retry_failed`, cases of this sweep that failed, ran out of memory or timed out count as not run.
         """
         cases = self.cases()
         names = {case.name for case in cases}
@@ -188,7 +188,7 @@ class Sweep:
 
 
 def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
-    """Describes a sweep with a line per case, without running it; raises the errors of `run_sweep`."""
+    """Describes a sweep, one line per case, without running it; raises ConfigError as `run_sweep` does."""
     _compare(sweep)
     rows = sweep.rows(retry_failed=retry_failed)
     _check_files(rows, with_space=False)
@@ -196,7 +196,7 @@ def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
 
 
 def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
-    """Returns the remaining cases; ConfigError if their shared data or folders are invalid."""
+    """Returns the cases left to run; raises ConfigError if the data or folders they share are invalid."""
     left = [row.case for row in rows if row.status == "left"]
     # Uses a run folder that does not exist, since the case's own may still be locked by a killed sweep.
     if left:
@@ -236,7 +236,7 @@ def _about(row: Row) -> str:
 
 
 def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
-    """Runs the remaining cases and writes the tables; returns the exit code, 0 if any case was measured.
+    """Runs the remaining cases and writes the tables. Returns exit code 0 if any case was measured, else 1.
     `retry_failed`: rerun cases that previously failed, ran out of memory or timed out.
 
     Raises:
@@ -307,7 +307,7 @@ def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
 
 
 def _compare(sweep: Sweep) -> None:
-    """Raises ConfigError, with a line per difference, if the folder's results have other settings."""
+    """Raises ConfigError with a line for each setting that differs from the folder's results."""
     path = sweep.folder / "sweep.json"
     if not path.exists():
         return

@@ -56,7 +56,7 @@ class Result:
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """Reads the result from a file; ValueError if it is invalid."""
+        """Reads the result from a file; raises ValueError if the file is invalid."""
         try:
             return cls(**read_json(path))
         except (ValueError, TypeError):
@@ -65,8 +65,8 @@ class Result:
 
 
 def result_of(case: Case, code: int | None, *, timeout: int, num_warmup: int, num_iterations: int) -> Result:
-    """Returns the result of a case whose launcher has ended with exit `code` (None: it timed out, or the code
-    is unknown). `timeout`: time limit of a local case (seconds); 0 if SLURM enforces the limit.
+    """Result of a case whose launcher has ended. `code`: exit code (None if the launcher timed out or the
+    code is unknown). `timeout`: time limit of a local case (seconds); 0 if SLURM enforces the limit.
     """
     text = case.log.read_text(encoding="utf-8", errors="replace") if case.log.exists() else ""
     status: Status
@@ -117,12 +117,12 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """Job for predicting memory as runs record it: resident on a CPU, allocated by PyTorch on a GPU."""
+    """Job for predicting the memory that runs record: resident on a CPU, allocated by PyTorch on a GPU."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Why a layout is predicted to run out of memory, or ""; on a CPU, a node's ranks share its memory."""
+    """Why a layout is predicted to run out of memory; "" if it fits. CPU ranks of a node share memory."""
     if not gpu:
         return ""
     # On a GPU, context and NCCL buffers must fit as well, not only PyTorch's allocations.
@@ -206,7 +206,7 @@ def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Draws measured and predicted time and memory as PNG; returns False if no row has a time."""
+    """Draws a PNG of measured and predicted time and memory; returns False if no row has a measured time."""
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if row.seconds is not None]

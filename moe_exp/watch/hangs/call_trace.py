@@ -1,8 +1,9 @@
 """With TRACE_CALLS_FROM, traces a rank's latest function calls in a memory-mapped file that survives kill -9.
 
-One fixed-length line per call: number, seconds of the host's monotonic clock, function. In a full file,
-each new line overwrites the oldest; `sort -n` restores the order. Only Python functions of chosen packages
-(TRACE_CALLS_IN) are recorded. A recorded call costs one or two microseconds, any other call far less.
+Each call is one line of fixed length: number of the call, time on the host's monotonic clock in seconds,
+function. In a full file, each new line overwrites the oldest; `sort -n` restores the order. Only Python
+functions of chosen packages (TRACE_CALLS_IN) are recorded. A recorded call costs one or two microseconds,
+any other call far less.
 """
 
 import logging
@@ -27,7 +28,7 @@ _NAME_BYTES = _LINE_BYTES - 12 - 1 - 14 - 1 - 1
 
 
 class CallTrace:
-    """Records calls to `modules` in all threads until `stop`, in a file of up to `size_mb` million bytes."""
+    """Records calls to `modules` in all threads until `stop`. The file has up to `size_mb` million bytes."""
 
     def __init__(self, path: Path, *, size_mb: int, modules: Sequence[str]):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +75,7 @@ class CallTrace:
 
 
 def latest_calls(path: Path, number: int) -> list[str]:
-    """Last `number` calls in a file, oldest first, each as time and function. Empty if there is no file."""
+    """Last `number` calls in a file (time and function), oldest first. [] if the file does not exist."""
     if not path.exists():
         return []
     data = path.read_bytes()

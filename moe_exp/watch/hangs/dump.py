@@ -1,9 +1,9 @@
-"""Dumps the state of this node's ranks, and their stacks from py-spy or, if it fails, from faulthandler.
+"""Dumps the state and the stacks of this node's ranks.
 
-py-spy reads the memory of a process without stopping it (it may be running or already stopped). In a hang,
-a second run of py-spy also reads C frames, which stops the process for about a second. faulthandler writes
-stacks on a signal, even while the GIL is held. It reads frames without a lock; this is safe in a hung process
-and usually in a running one.
+Stacks come from py-spy, or from faulthandler if py-spy fails. py-spy reads the memory of a process without
+stopping it. In a hang, py-spy runs again to read C frames; this run stops the process for about a second.
+faulthandler writes stacks on a signal, even while the GIL is held. It reads frames without a lock; this is
+safe in a hung process and usually safe in a running process.
 """
 
 import errno
@@ -51,7 +51,7 @@ def ranks_of_node(local: Path) -> dict[int, int]:
 
 
 def nccl_environment(local: Path) -> dict[str, str]:
-    """Variables that let NCCL's flight recorder write a dump on request through a pipe; {} without GPUs."""
+    """Variables that make NCCL's flight recorder write a dump if its pipe receives data; {} without GPUs."""
     if not count_gpus():
         return {}
     size, file = "2000", str(local / _NCCL_PREFIX)
@@ -159,7 +159,7 @@ def py_spy_program() -> str:
 
 
 def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[str, str]:
-    """Returns the output of `py-spy dump` (empty on failure) and the reason for a failure, or ''."""
+    """Returns the output of `py-spy dump` and ''. On failure, returns '' and the reason."""
     if not (program := py_spy_program()):
         return "", "not installed"
     command = [program, "dump", "--full-filenames", "--pid", str(pid), *(options or ("--nonblocking",))]
@@ -191,7 +191,7 @@ def _record(pipe: Path, path: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """From `record`: `last`, the last collective of each process group; `entries`, the latest entries."""
+    """Extracts the last collective of each process group (`last`) and the latest `entries` from `record`."""
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}

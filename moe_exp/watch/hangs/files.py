@@ -8,7 +8,7 @@
         summary.txt
 
 Launchers check `request.json` once a second. All launchers detect a hang at about the same time. Node 0 then
-creates the folder; another node creates one only if node 0 does not do so in time.
+creates the folder for the answers. Another node creates a folder only if node 0 is too slow.
 """
 
 import importlib.util
@@ -68,7 +68,7 @@ def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
 
 
 def latest_request(folder: Path) -> Request | None:
-    """The latest request if `folder` is RUN/hang; in a folder of answers, the request that they answer."""
+    """Reads the request in `folder`: RUN/hang has the latest request, a folder of answers has its own."""
     return _read(Request, folder / "request.json")
 
 
@@ -82,7 +82,7 @@ def read_answers(folder: Path) -> list[Answer]:
 
 
 def _read(kind: Callable[..., T], path: Path) -> T | None:
-    """Content of a JSON file; None if it is missing or incomplete."""
+    """Content of a JSON file, passed to `kind`; None if the file is missing or incomplete."""
     with suppress(OSError, ValueError, TypeError):
         # open it without a stat first: only opening makes a network file system refresh its cache
         return kind(**read_json(path))
@@ -90,7 +90,7 @@ def _read(kind: Callable[..., T], path: Path) -> T | None:
 
 
 def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) -> list[Answer]:
-    """Waits up to `first_seconds` for the first and `all_seconds` for all answers; returns the answers."""
+    """Returns the answers; waits up to `first_seconds` for the first answer, up to `all_seconds` in total."""
     start = time.monotonic()
     while True:
         answers, waited = read_answers(folder), time.monotonic() - start
@@ -144,7 +144,7 @@ class Frame:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Identifies the frame; does not depend on whether py-spy or faulthandler printed it."""
+        """Function, file and line; the same whether py-spy or faulthandler printed the frame."""
         return self.name.rpartition(".")[2], self.file, self.line
 
     @property
@@ -224,8 +224,8 @@ def read_dumps(folder: Path) -> list[RankDump]:
 
 
 def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
-    """Parses the output of `py-spy dump --full-filenames` or faulthandler; MainThread comes first.
-    `folders`: folders of PACKAGES on the dump's host; file paths inside them are cut to start at the package.
+    """Parses the output of `py-spy dump --full-filenames` or faulthandler; puts MainThread first.
+    `folders`: folders of PACKAGES on the dump's host. Paths of files in them are cut to start at the package.
     """
 
     def from_package(file: str) -> str:

@@ -1,10 +1,10 @@
-"""A rank's heartbeat: iteration and phase in a memory-mapped file for its launcher (monitor.py).
+"""A rank's heartbeat: a memory-mapped file with its iteration and phase, for its launcher (monitor.py).
 
 A rank cannot report its state while it is stopped, or stuck in C code that holds the GIL. So each rank only
 records the start of each phase (a microsecond or two), and its launcher decides whether the rank is overdue.
 The file survives kill -9. When the rank receives STACKS_SIGNAL, faulthandler writes all stacks into a second
-file; when a byte arrives in the rank's pipe, a waiting thread writes torch's record of collectives into a
-third. This module does not import torch.
+file. When a byte arrives in the rank's pipe, a waiting thread writes torch's record of collectives into a
+third file. This module does not import torch.
 
 Without the launcher's environment variable, for instance under plain torchrun, all functions are no-ops.
 """
@@ -58,7 +58,7 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """Path of a rank's file with this `ending`: `beat`, `stacks` (from faulthandler), `pipe`, ..."""
+    """Path of a rank's file with this `ending`, such as `beat`, `stacks` (from faulthandler) or `pipe`."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 

@@ -1,14 +1,14 @@
-"""The launcher's hang detection: monitors its ranks' heartbeats; in a hang, saves stacks and kills ranks.
+"""The launcher's hang detection: monitors ranks by heartbeats; kills hung ranks after saving their stacks.
 
 The launcher's loop calls `HangWatch.poll`, which costs a few small reads a second; slower work runs in a
 thread. A false alarm costs a restart, which is worse than a late alarm. So a run counts as hung only if
 
 - every rank of the node is over its limit (`limit_seconds`),
-- no rank on any node is below half of its limit, paused or under a debugger, and
+- on every node, each rank has reached half of its limit and is neither paused nor under a debugger, and
 - no rank of the node has made progress by the time all stacks are written.
 
-Limits use the host's monotonic clock, which stops during suspend. Only time in which this process runs is
-counted, as anything that stops the launcher (a frozen container, a suspended SLURM job) also stops the ranks.
+Limits use the host's monotonic clock, which stops during suspend. Time counts only while
+this process runs: what stops the launcher (a frozen container, a suspended SLURM job) also stops the ranks.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _ANSWER_SECONDS = 120.0  # time for the other nodes to write their stacks
 def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None) -> float:
     """Time limit of a rank's iteration, or of its phase outside of iterations.
 
-    `hang_timeout`: auto, none or seconds. `other_seconds`: limit outside of iterations and,
-    until enough iterations have been timed, also in iterations; None: no limit.
+    `hang_timeout`: auto, none or seconds. `other_seconds`: limit outside of iterations; None: no
+    limit. It also applies in iterations until enough iterations have been timed.
     """
     other = math.inf if other_seconds is None else float(other_seconds)
     if hang_timeout == "none" or beat.phase == PAUSED:
@@ -73,7 +73,7 @@ def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None)
 
 
 def elapsed_seconds(beat: Heartbeat, now: float, running_since: float) -> float:
-    """Seconds that a rank has been in its iteration or phase while this process was running."""
+    """Seconds that a rank has spent in its iteration or phase. Only time while this process runs counts."""
     spent = beat.spent if beat.phase in ITERATION_PHASES else 0.0
     return spent + now - max(beat.since, running_since)
 
@@ -102,13 +102,13 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         return {HEARTBEATS: str(self._local), **nccl_environment(self._local)}
 
     def wait(self, seconds: float = 5.0) -> None:
-        """Waits for the work that `poll` started."""
+        """Waits at most `seconds` for the work that `poll` started."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def poll(self, is_stopping: bool = False) -> bool:
         """Checks the ranks at most once a second; a thread answers a request for stacks, or handles a hang.
-        Returns True after the ranks were killed, until they restart. `is_stopping`: a stop was requested.
+        Returns whether the ranks were killed and have not restarted yet. `is_stopping`: a stop was requested.
         """
         now = time.monotonic()
         self._stopping_since = min(self._stopping_since, now) if is_stopping else math.inf
@@ -146,7 +146,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         return self._answered if self._answered != before else None
 
     def _hang_reason(self, now: float) -> str:
-        """Reason why this node's ranks seem to hang, or ''."""
+        """Reason to suspect that this node's ranks hang; '' if there is no reason."""
         beats = self._live_beats()
         # new heartbeats: the ranks were restarted
         if any(beat.since > self._hung_at for beat in beats):
@@ -167,7 +167,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         return f"{place}: no progress on any rank for {seconds:.1f} s (limit {limits[first]:.1f} s)"
 
     def _hangs_at_stop(self, now: float) -> bool:
-        """Whether this node's ranks are stuck after a stop request, regardless of other nodes."""
+        """Whether all ranks of this node are stuck after a stop request. Other nodes are not checked."""
         since = max(self._stopping_since, self._running_since)
         if now - since < _STOP_SECONDS or self._hung_at < math.inf:
             return False
@@ -211,7 +211,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes this node's stacks; for a hang, also obeys the verdict and returns it (None: none came)."""
+        """Writes this node's stacks. For a hang, also obeys and returns the verdict (None: no verdict)."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         # the requesting launcher decides for all nodes, since it reads the answers of all
@@ -254,7 +254,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
             self._end_ranks()
 
     def _investigate(self, reason: str, before: dict[int, float]) -> bool:
-        """Requests the stacks of all nodes and reports a summary of them; returns whether the run hangs."""
+        """Requests the stacks of all nodes, reports a summary, and returns whether the run hangs."""
         request = files.ask(self._hang, "hang", reason)
         self._answered, folder = request, self._hang / request.folder
         self._dump(folder, is_hang=True)
@@ -282,7 +282,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         return True
 
     def _named_by_another(self) -> Request | None:
-        """Another node's request for the same hang, or None; all nodes except node 0 wait a while for one."""
+        """Another node's request for this hang, or None. All nodes but node 0 wait a while for a request."""
         # all nodes detect the hang at about the same time, and their stacks belong in one folder
         deadline = time.monotonic() + (_NAMING_SECONDS if self._config.node_rank else 0.0)
         while True:

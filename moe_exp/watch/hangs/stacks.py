@@ -1,7 +1,7 @@
 """Compares the stacks of all ranks to find the ranks that block the other ranks.
 
 In a hang, nearly all ranks wait in a collective that a few ranks have not reached. The following rules
-suspect a rank, from strong to weak evidence:
+decide which ranks are suspected. They are in order of evidence, from strong to weak:
 
 1. The rank's process is stopped, gone or under a debugger, or its launcher has not answered.
 2. The rank is not waiting, while other ranks are.
@@ -51,7 +51,7 @@ _ALL_SECONDS = 120.0
 
 
 def main_stack(dump: RankDump) -> tuple[Frame, ...]:
-    """Main thread's Python frames, innermost first; in a GPU backward pass, autograd's frames come first."""
+    """Main thread's Python frames, innermost first. GPU backward passes put autograd's frames before them."""
     frames = next((thread.frames for thread in dump.threads if thread.name == MAIN), ())
     if any(frame.name.endswith("_engine_run_backward") for frame in frames[:2]):
         for thread in dump.threads:
@@ -62,7 +62,7 @@ def main_stack(dump: RankDump) -> tuple[Frame, ...]:
 
 
 def is_waiting(dump: RankDump) -> bool:
-    """Whether a rank waits in a torch collective, in the collective's `wait`, or for its own GPU work."""
+    """Whether a rank waits for a torch collective (in the call or in `wait`) or for its own GPU work."""
     if not (frames := main_stack(dump)):
         return False
     source = dump.facts.get("source", "")
@@ -105,7 +105,7 @@ def _grouped(dumps: Iterable[RankDump], key: Callable[[RankDump], object]) -> li
 
 
 def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
-    """Maps suspected ranks to the findings of the rules at the top of this file."""
+    """Applies the rules at the top of this file. Returns a finding for each suspected rank."""
     found = _by_state(dumps)
     waiting = [dump for dump in dumps if is_waiting(dump)]
     for dump in dumps:
@@ -139,7 +139,7 @@ def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
 
 
 def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
-    """Maps each rank whose process is stopped, traced, gone or absent to a description of its state."""
+    """Describes the state of each rank whose process is stopped, traced, gone or absent."""
     found = {}
     for dump in dumps:
         if state := _STATES.get(dump.facts.get("state", "")):
@@ -202,7 +202,7 @@ def summarize(folder: Path) -> Summary:
 
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
-    """Yields all stacks, why stack tools failed, and latest calls (of suspected ranks; of all if none is)."""
+    """Yields stacks, failures of stack tools, and latest calls: of suspected ranks or, if none, all ranks."""
     # one stack per group: thousands of ranks may be in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])
@@ -231,7 +231,7 @@ def _ranks(group: Sequence[RankDump]) -> str:
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    """Formats 0, 1, 2, 3, 5 as 0-3, 5."""
+    """Formats sorted numbers as ranges: 0, 1, 2, 3, 5 becomes `0-3, 5`."""
     # consecutive numbers have the same difference to their index
     runs = groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
     ends = ((found[0][1], found[-1][1]) for found in (list(run) for _, run in runs))
@@ -239,9 +239,9 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Summary, Path]:
-    """Requests new stacks if `place` is a run folder; else `place` is a folder RUN/hang/TIME with stacks.
-    Returns the summary and the folder of the stacks. Raises ValueError if no launcher answers within
-    `first_seconds` or the folder has no stacks.
+    """Requests new stacks if `place` is a run folder. Otherwise, reads the stacks in `place`, which must be a
+    folder RUN/hang/TIME. Returns the summary and the folder of the stacks. Raises ValueError if no launcher
+    answers within `first_seconds` or the folder has no stacks.
     """
     run = RunFolder(place)
     if not run.config.exists():

@@ -1,7 +1,7 @@
 """Sends alerts by e-mail and to a webhook, and appends them to a file. No torch.
 
-Secrets (the password, and the webhook URL with its token) come from files or the environment, never from the
-command line, which every user of the host can read. Error messages never contain secrets.
+Secrets are the password, and the webhook URL with its token. They come from files or the environment, never
+from the command line, which every user of the host can read. Error messages never contain secrets.
 """
 
 import base64
@@ -33,12 +33,12 @@ Security = Literal["tls", "starttls", "none"]
 
 
 class PartlySent(Exception):
-    """Raised if only some recipients got the message; sending again would not reach the remaining ones."""
+    """Raised if only some recipients got the message. Resending would not reach the other recipients."""
 
 
 @dataclass(frozen=True)
 class Mail:
-    """E-mail through an SMTP server with TLS, STARTTLS or neither; logs in only if `user` is set."""
+    """E-mail through an SMTP server, with TLS, STARTTLS or no encryption. Logs in only if `user` is set."""
 
     host: str
     port: int
@@ -59,7 +59,7 @@ class Mail:
         return (self.password, *(base64.b64encode(text.encode()).decode() for text in sent if self.password))
 
     def send(self, subject: str, text: str) -> None:
-        """Sends a message; OSError or SMTPException on failure, PartlySent if only some recipients got it."""
+        """Sends a message. Failures raise OSError or SMTPException; partial failures raise PartlySent."""
         message = EmailMessage()
         message["Subject"], message["From"], message["To"] = _line(subject), self.sender, ", ".join(self.to)
         message["Date"] = formatdate(localtime=True)
@@ -103,7 +103,7 @@ class Webhook:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: urllib would query the new address without the message, and report success."""
+    """Refuses redirects: urllib would follow them without the message, but report success."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -156,7 +156,7 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
 
 @dataclass
 class _Flags:
-    """Reads the channels and collects problems; `options` that were not given are empty or None."""
+    """Reads the channels and collects problems. Options that were not given are empty or None."""
 
     options: Mapping[str, Any]
     environ: Mapping[str, str]
@@ -215,7 +215,7 @@ class _Flags:
         return AlertFile(path)
 
     def _secret(self, name: str, variable: str) -> str:
-        """Line 1 of the file in option `name`; without the option, the environment variable `variable`."""
+        """Line 1 of the file in option `name`. Without this option, the environment variable `variable`."""
         if not (file := self.options.get(name)):
             return self.environ.get(variable, "")
         flag, secret = f"--{name.replace('_', '-')}", ""

@@ -54,7 +54,7 @@ class Sight:
 
 
 def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -> dict[str, str]:
-    """Returns a dict from key to text of all current problems; records the run's progress in `memory`."""
+    """Returns all current problems (key to text); records the run's progress in `memory`."""
     view = sight.view
     if view.iteration != memory.iteration:
         memory.iteration, memory.moved = view.iteration, view.moved or view.now
@@ -106,7 +106,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
 def _scheduling(
     queue: Queue, memory: Memory, limits: Limits, now: float, jobs: str, at: str
 ) -> dict[str, str]:
-    """Reports jobs that are missing, cannot start or wait too long; `at`: text on the run's progress."""
+    """Reports jobs that are missing, cannot start or wait too long; `at`: the run's progress as text."""
     found = {}
     if queue.stuck:
         found["never_starts"] = "will not start on its own: " + ", ".join(job.text for job in queue.stuck)
@@ -121,7 +121,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (key to text) of a run without a folder; `jobs`, `missing`: texts on its jobs and folder."""
+    """Problems (key to text) of a run without a folder; `jobs` and `missing` describe its jobs and folder."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -143,7 +143,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """Reports that the latest start failed, unless a job began later; `since`: text on later jobs."""
+    """Reports that the latest start failed, unless a job began later; `since` describes later jobs."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure
@@ -159,7 +159,7 @@ def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[s
 
 
 def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> dict[str, str]:
-    """Problem of a run that has stopped writing records, or {}; `since`: start of the running job."""
+    """Reports a run that has stopped writing records; `since`: start time of the running job."""
     begun = [event_time(event) for event in view.events if event["event"] in ("start", "resume")]
     first = max(since, view.launched, begun[-1] if begun else 0.0)
     moved = max(memory.moved, first)
@@ -175,7 +175,7 @@ def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> dict[
 
 
 def wall_seconds_left(sight: Sight) -> float | None:
-    """Seconds until the run ends, including gaps between its jobs; None if its speed is unknown."""
+    """Seconds until the run ends, including gaps between its jobs; None if the run's speed is unknown."""
     view, queue = sight.view, sight.queue
     left = view.left_seconds
     if left is None or queue is None:
@@ -312,7 +312,7 @@ class Memory:
     failed_channels: dict[str, str] = field(default_factory=dict)  # why the last message failed
 
     def slurm_silence(self, silent: str, now: float) -> dict[str, str]:
-        """Records whether SLURM responds (`silent`: error, or ''); returns a problem after a long silence."""
+        """Records SLURM's error `silent` ('' if SLURM responds); returns a problem after a long silence."""
         self.slurm_silent = (self.slurm_silent or now) if silent else 0.0
         if not silent or now - self.slurm_silent < _SLURM_SILENT_SECONDS:
             return {}
@@ -363,7 +363,7 @@ def default_folder() -> Path:
 
 
 def read_memory(path: Path) -> Memory:
-    """Reads the state that earlier checks stored; empty if the file is missing or damaged."""
+    """Reads the state stored by earlier checks; returns an empty state if the file is missing or damaged."""
     try:
         values: dict[str, Any] = read_json(path)
         memory = Memory(**values)

@@ -1,4 +1,4 @@
-"""Reads a run's state from its files, without torch: progress, speed, last activity, events, disk space."""
+"""Reads from a run's files its progress, speed, last activity, events and disk space. Imports no torch."""
 
 import math
 import statistics
@@ -68,7 +68,7 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """Latest start's status: new, running (or died silently), finished, stopped or failed."""
+        """Status of the latest start: new, running (or died silently), finished, stopped or failed."""
         status = "new"
         for event in self.events:
             if event["event"] in (*_STARTS, "restart"):
@@ -110,7 +110,7 @@ class RunView:
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """`seconds_per_iteration` plus saves and evaluation per iteration (evaluated batch: 1/3 of one)."""
+        """Seconds per iteration with saves and evaluation. Evaluating a batch counts as 1/3 iteration."""
         if (pace := self.seconds_per_iteration) is None:
             return None
         evaluate, save = int(self.settings["eval_interval"]), int(self.settings["save_interval"])
@@ -129,7 +129,7 @@ class RunView:
 
     @property
     def left_seconds(self) -> float | None:
-        """Time until TRAIN_ITERS, without interruptions; None if the speed is unknown."""
+        """Seconds until iteration TRAIN_ITERS if nothing interrupts the run; None if the speed is unknown."""
         pace = self.real_seconds_per_iteration
         return None if pace is None else max(0, self.train_iters - self.iteration) * pace
 
@@ -154,7 +154,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """Number of starts in a row, up to the latest, at the same iteration without a save between them."""
+        """Number of latest consecutive starts at the same iteration, with no save between them."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
@@ -165,12 +165,12 @@ class RunView:
 
     @property
     def checkpoint_bytes(self) -> int | None:
-        """Size of the newest checkpoint with a recorded size."""
+        """Size of the newest checkpoint whose size was recorded."""
         return next((int(event["bytes"]) for event in reversed(self.saves) if event.get("bytes")), None)
 
 
 def no_folder(path: Path) -> str:
-    """Error text for a path that is not a run folder, without `Fix: ...`."""
+    """Error text (without `Fix: ...`) for a path that is not a run folder."""
     return f"RUN_DIR={path}: is not a run folder (config.yaml not found)"
 
 
@@ -195,7 +195,7 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
 
 
 def within(seconds: float, action: Callable[[], _Result]) -> _Result:
-    """Runs `action` in a thread and returns the result; raises TimeoutError if it takes over `seconds`."""
+    """Runs `action` in a thread and returns its result; raises TimeoutError after `seconds`."""
     result: Future[_Result] = Future()
 
     def work() -> None:
@@ -214,7 +214,7 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
 
 
 def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
-    """Reads all events and the latest train records of a metrics.jsonl; both are [] if there is no file."""
+    """Reads all events and the latest train records of a metrics.jsonl. Both are [] if there is no file."""
     # long runs have gigabytes of train records: parse only the needed lines
     events: list[Record] = []
     last: deque[bytes] = deque(maxlen=_LAST_RECORDS)
@@ -238,7 +238,7 @@ def event_time(event: Record) -> float:
 
 
 def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float | None) -> int:
-    """Number of further jobs that a run needs; `in_this_job`: seconds until the running job's time limit."""
+    """Number of jobs that a run needs after the running one, which has `in_this_job` s to its time limit."""
     if (beyond := left_seconds - in_this_job) <= 0:
         return 0
     return 1 if not limit_seconds else math.ceil(beyond / limit_seconds)
@@ -258,7 +258,7 @@ class Disk:
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """Last day's samples plus a new one; drops the last old sample if it is close to the one before it."""
+    """Adds a sample to the last day's samples. If the last two old samples are close, drops the later."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:

@@ -1,7 +1,7 @@
-"""Watchdog for unattended runs, called from cron or running as a daemon. No torch.
+"""Watchdog for unattended runs, called from cron or running as a daemon. Does not import torch.
 
-A check reads the run folders, queries SLURM, and sends at most one message about problems that are new, were
-last reported long ago, or are over. A small state file per run (rules.Memory) records what was reported, so
+A check reads the run folders, queries SLURM, and sends at most one message about new problems, ended problems
+and problems last reported long ago. A small state file per run (rules.Memory) records what was reported, so
 repeated checks from cron do not repeat messages.
 """
 
@@ -43,7 +43,7 @@ class Watchdog:
     _kept: dict[Path, Memory] = field(default_factory=dict)  # lets a daemon survive a full disk
 
     def check(self, *, now: float | None = None) -> list[RunCheck]:
-        """Checks all runs and sends a message if needed; ValueError if another check takes too long."""
+        """Checks all runs and sends any due message; raises ValueError if another check takes too long."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS):
@@ -105,7 +105,7 @@ class Watchdog:
         check.state = rules.state_line(sight)
 
     def _check_queued(self, check: RunCheck, now: float) -> None:
-        """Checks a run that has no run folder yet, by its SLURM jobs alone."""
+        """Checks the SLURM jobs of a run that has no run folder yet."""
         name, submitted = check.slurm_name, RunFolder(check.path).submitted
         job_ids = [] if name or not submitted.exists() else submitted.read_text().split()
         queue, silent = self._queue(check, job_ids)
@@ -124,7 +124,7 @@ class Watchdog:
         check.state = "; ".join([*parts, *(["SLURM does not respond"] if silent else [])])
 
     def _queue(self, check: RunCheck, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str]:
-        """A run's jobs, and SLURM's error or ''; if this host lacks squeue, reports that as a problem."""
+        """Returns the run's jobs and SLURM's error (or ''); reports a missing squeue as a problem."""
         name = check.slurm_name
         try:
             return read_queue(name, self.user, job_ids=job_ids) if name or job_ids else None, ""
@@ -135,7 +135,7 @@ class Watchdog:
             return None, str(error)
 
     def _send(self, checks: Sequence[RunCheck], now: float) -> None:
-        """Sends one message for all runs if needed; the next check's message names channels that failed."""
+        """Sends one message for all runs if needed; the next check reports the channels that failed."""
         to_send = [check for check in checks if check.news or check.over]
         if not to_send or not self.channels:
             return
@@ -154,7 +154,7 @@ class Watchdog:
                 check.memory.confirm(check.news, check.over, now)
 
     def unknown_runs(self) -> list[str]:
-        """Returns a line for each path that belongs to no existing or queued run; sends no alerts."""
+        """Returns a line for each path without a started or queued run; sends no alerts."""
         checks = [self._check_run(path, name, time.time()) for path, name in self.runs]
         return [check.found["unknown"] for check in checks if check.is_unknown]
 
@@ -166,7 +166,7 @@ class Watchdog:
 
 @dataclass
 class RunCheck:
-    """Result for one run: problems (`found`), those to report now (`news`), and ended problems (`over`)."""
+    """Result for one run: problems (`found`), problems to report (`news`), ended problems (`over`)."""
 
     path: Path
     slurm_name: str
@@ -196,7 +196,7 @@ class RunCheck:
         return "\n".join([*lines, f"  {self.state}"])
 
     def report(self) -> str:
-        """Report for the terminal: all current problems, reported or not."""
+        """Report for the terminal: all current problems, even if a message has already reported them."""
         head = f"{self.path.name}: {'well' if self.is_well else 'PROBLEMS'}; {self.state}"
         return "\n".join([head, *(f"  {text}" for text in all_texts(self.found))])
 
@@ -206,7 +206,7 @@ def _warn(text: str) -> None:
 
 
 def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> None:
-    """Runs a check every `every_seconds`, the first after one interval, until a signal ends this process."""
+    """Runs a check every `every_seconds` until a signal ends this process; waits before the first check."""
     start = time.monotonic()
     while True:
         time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))
@@ -219,7 +219,7 @@ def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> N
 
 
 def print_checks(checks: Sequence[RunCheck], *, quiet: bool) -> None:
-    """Prints reports on all runs, or with `quiet` only on runs with problems."""
+    """Prints a report on each run; with `quiet`, only on runs with problems."""
     for check in checks:
         if check.is_unknown:
             for text in all_texts(check.found):

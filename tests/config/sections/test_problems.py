@@ -289,7 +289,7 @@ REFUSED = [
         "pp=4 pipeline_layers=2,0,2,0 gpus_per_node=4",
         "PIPELINE_LAYERS=2,0,2,0: every stage except the first (embedding) and the last (output",
     ),
-    ("pp=2 vpp=2 pipeline_layers=0,4 gpus_per_node=2", "VPP=2: requires layers in every stage"),
+    ("pp=2 vpp=2 pipeline_layers=0,4 gpus_per_node=2", "VPP=2: requires that no pipeline stage is empty"),
     (
         "mtp_num_layers=1 tie_embeddings=true pp=2 gpus_per_node=2",
         "MTP_NUM_LAYERS=1: cannot be combined with TIE_EMBEDDINGS=true and PP=2: ",

@@ -1,9 +1,9 @@
 """Grouped GEMMs in e4m3: multiply each row by its expert's matrix, and compute the gradients of the matrices.
 
-Tensor cores sum 128 products at a time; each sum is multiplied by both input blocks' scales and added in
-fp32, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). Hopper's tensor cores keep only about 14 bits of
-FP8 sums. Each program computes all sums of one tile of the result, without atomics, so results are bitwise
-reproducible. Shape suffixes: see `moe_exp.layers`; C counts blocks of 128.
+Tensor cores sum 128 products at a time. Each sum is multiplied by the scales of both input blocks, then added
+in fp32, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). Hopper's tensor cores keep only about 14 bits
+of FP8 sums. Each program computes all sums of one tile of the result, without atomics, so results are
+bitwise reproducible. Shape suffixes: see `moe_exp.layers`; C counts blocks of 128.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _weight_grad_kernel(
     a, a_scale, b, b_scale, dw, offsets, num_experts, size_m, size_n, stride_dl, stride_dm,
     BLOCK: tl.constexpr, ADDS: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Sums a[i] @ b[i]^T over the blocks i of each expert e; writes the sum to dw[e] or, if ADDS, adds it.
+    """Sums a[i] @ b[i]^T over the blocks i of each expert e. If ADDS, adds the sum to dw[e], else writes it.
 
     a [B, M, 128] and b [B, N, 128] hold B transposed blocks of 128 rows; dw [L, M, N].
     """
@@ -166,7 +166,7 @@ def block_weight_grad(
     out_LMN: Tensor, a_BMR: Tensor, a_scale_BM: Tensor, b_BNR: Tensor, b_scale_BN: Tensor, offsets_L1: Tensor,
     adds: bool,
 ) -> None:  # fmt: skip
-    """Writes each expert's weight gradient, the sum of a_r^T b_r over its rows r, to `out_LMN`.
+    """Writes each expert's weight gradient to `out_LMN`: the sum of a_r^T b_r over the expert's rows r.
 
     Args:
         out_LMN: the result, any dtype, last dimension contiguous.

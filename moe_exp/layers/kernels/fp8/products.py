@@ -18,7 +18,7 @@ def grouped_matmul(
     x: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None, *, index_R: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`kernels.grouped_matmul` in FP8. If `index_R` is given, operand row r is row index_R[r] of `x`."""
+    """`kernels.grouped_matmul` in FP8. With `index_R`, row r of the left operand is `x[index_R[r]]`."""
     operands = *quantize_rows(x, index_R), *quantize_blocks(w_LIO.transpose(1, 2))
     return block_matmul(*operands, offsets_L1, x.dtype, bias_LO, weights_R)
 
@@ -27,7 +27,7 @@ def up_projection(
     x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None,
     weights_R: Tensor, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`kernels.up_projection` with the product in FP8 and the activation in plain torch, in fp32."""
+    """`kernels.up_projection` with the product in FP8. Plain torch computes the activation in fp32."""
     hidden_RW = grouped_matmul(x, weight1_LWD.transpose(1, 2), offsets_L1, bias1_LW, index_R=token_R)
     active_RF = weighted_activation(hidden_RW.float(), weights_R.unsqueeze(1), activation).to(x.dtype)
     return hidden_RW if keeps_hidden else hidden_RW[:0], active_RF

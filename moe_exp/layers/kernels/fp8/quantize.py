@@ -29,7 +29,7 @@ if tl is not None:
 
 @jit
 def scale_of(values, AXIS: tl.constexpr):
-    """Scales of blocks; the values along AXIS form a block. NaN values are ignored."""
+    """Scales of blocks. Each block consists of the values along AXIS. NaN values are ignored."""
     largest = tl.max(tl.where(values == values, tl.abs(values), 0.0), AXIS)
     return tl.div_rn(tl.maximum(largest, _LEAST), tl.full(largest.shape, _LARGEST, tl.float32))
 
@@ -84,7 +84,7 @@ def _columns_kernel(
     x, index, q, scales, offsets, num_experts, num_sources, width, stride_r, BLOCK_E: tl.constexpr,
     COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes and transposes up to 128 rows of one expert in COLUMNS columns; pads the rows with zeros."""
+    """Quantizes and transposes COLUMNS columns of one expert's block, padded with zeros to 128 rows."""
     # FP8 tensor cores require that the summed dimension, here the rows, is contiguous: hence transposed.
     tile = tl.program_id(0)
     tile_ends = row_tile_ends(offsets, num_experts, _BLOCK, BLOCK_E)
@@ -111,7 +111,7 @@ def num_blocks_of_rows(num_rows: int, num_experts: int) -> int:
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantizes `x`, whose last dimension is a block; returns the e4m3 values and one scale per block."""
+    """Quantizes each vector along the last dimension as one block; returns e4m3 values and scales."""
     magnitude = x.abs().nan_to_num(nan=0.0, posinf=torch.inf)  # NaN values stay NaN with any scale
     largest = magnitude.amax(dim=-1).clamp(min=LEAST)
     # Divide by a tensor: on a GPU, PyTorch replaces division by a number with a rounded reciprocal.
@@ -138,7 +138,7 @@ def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Ten
 
     Args:
         x: rows [R, D] or, if `index_R` is given, the tensor [T, D] to gather rows from.
-        index_R: int32, each row's index in `x`; T or more for a row of zeros.
+        index_R: int32, each row's index in `x`; an index of T or more gives a row of zeros.
     """
     (q_RD, scale_RC), x = _empty_rows(x, index_R), launch.last_contiguous(x)
     (index_R,), num_rows = launch.contiguous(index_R), q_RD.size(0)
@@ -211,7 +211,7 @@ def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = Non
 
     Args:
         x: rows [R, M] sorted by expert or, if `index_R` is given, the tensor [T, M] to gather rows from.
-        index_R: int32, each row's index in `x`; T or more for a row of zeros.
+        index_R: int32, each row's index in `x`; an index of T or more gives a row of zeros.
     """
     (q_BMR, scale_BM), x = _empty_columns(x, offsets_L1, index_R), launch.last_contiguous(x)
     (offsets_L1, index_R), num_experts = launch.contiguous(offsets_L1, index_R), offsets_L1.size(0) - 1
