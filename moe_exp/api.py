@@ -232,7 +232,7 @@ def plan(
 
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Converts settings to the text of flags of `moe-exp train`; omits settings whose value is None."""
+    """Converts settings to flags of `moe-exp train`, as text; omits settings whose value is None."""
     given = {name: value for name, value in settings.items() if value is not None}
     return {name: str(one).lower() if isinstance(one, bool) else str(one) for name, one in given.items()}
 

@@ -161,7 +161,7 @@ _HOW = (
     arg("--shards", "number of training files", default=32, dest="num_shards"),
     arg("--valid-fraction", "fraction of documents held out for validation, at least one document",
         default=0.005),
-    arg("--memory", "memory budget such as 256MB or 8GB, in addition to the interpreter's 45 MB (default: a "
+    arg("--memory", "memory budget such as 256MB or 8GB; the interpreter takes another 45 MB (default: a "
         "quarter of the free memory)", memory_bytes),
     TEXT_DOCUMENTS,
     *_HOW,

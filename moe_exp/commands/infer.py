@@ -106,7 +106,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     *_MODEL,
     repeated("--prompt", "text to continue (repeatable)"),
     repeated("--prompt-file FILE", "file with a prompt, or - for standard input (repeatable)"),
-    string("--tokenizer", "tokenizer.json, its folder or a .model file; bytes: one token per byte "
+    string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes for one token per byte "
            "(default: as in training)"),
     flag("--allow-special", "parse <s> and other special tokens in prompts instead of treating them as text"),
     arg("--max-new-tokens", "maximum number of new tokens per prompt", default=128),

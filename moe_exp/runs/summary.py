@@ -153,7 +153,7 @@ def summarize(
 
 
 def _latest_start(records: Records) -> Records:
-    """Records since the last `start` or `resume` event; without such events, all train and valid records."""
+    """Records since the last `start` or `resume` event; without such an event, all records but events."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 

@@ -174,7 +174,7 @@ class _Weights:
         self.num_bytes = sum(entry.num_bytes for entry in self.entries)
 
     def dtype_of(self, piece: MappedPiece, part: Theirs) -> torch.dtype:
-        """Dtype of a written tensor."""
+        """Dtype in which a tensor is written."""
         stored = self.stored.get(piece.key)
         # Rounding the bias would change which experts are chosen; transformers always keeps it in fp32.
         if part.name.endswith(("e_score_correction_bias", "expert_bias")):

@@ -69,8 +69,8 @@ class ModelSettings(LaunchSettings):
     norm_placement: Literal["pre", "post", "around", "around_moe", "parallel"] = model(
         "pre",
         "placement of norms; pre: before attention and MLP; post: after both (OLMo 2); around: before and "
-        "after both (Afmoe); around_moe: before both, and also after MoE layers (A.X K1); parallel: one norm "
-        "before attention and MLP, which run in parallel (Cohere2)",
+        "after both (Afmoe); around_moe: before both, and after the MLP if it is an MoE (A.X K1); parallel: "
+        "one norm before attention and MLP, which run in parallel (Cohere2)",
     )
     add_bias_linear: bool = model(False, "biases in all linear layers, including experts and router")
     qk_norm: bool = model(False, "normalize queries and keys; with MLA, normalize their compressed vectors")
@@ -111,8 +111,8 @@ class ModelSettings(LaunchSettings):
     )
     yarn_mscale_all_dim: Rate = model(
         0.0,
-        "see YARN_MSCALE, which also defines f; with MULTI_LATENT_ATTENTION, attention scores are also "
-        "scaled by f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
+        "see YARN_MSCALE; with MULTI_LATENT_ATTENTION, yarn also scales attention scores by "
+        "f(YARN_MSCALE_ALL_DIM)^2, where f is the function in the description of YARN_MSCALE",
     )
     yarn_truncate: bool = model(
         True,
@@ -154,7 +154,7 @@ class ModelSettings(LaunchSettings):
     )
     mup_base_moe_ffn_hidden_size: NonNegative = numerics(
         0,
-        "MOE_FFN_HIDDEN_SIZE of the base model; 0: this model's, times MUP_BASE_HIDDEN_SIZE/HIDDEN_SIZE",
+        "MOE_FFN_HIDDEN_SIZE of the base model; 0: MOE_FFN_HIDDEN_SIZE * MUP_BASE_HIDDEN_SIZE / HIDDEN_SIZE",
     )
     mup_base_topk: NonNegative = numerics(0, "TOPK of the base model; 0: same as in this model")
     mup_rule: Annotated[str, one_of(MUP_RULES)] = numerics(

@@ -103,8 +103,8 @@ class ExpertSettings(RouterSettings):
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
         "FP8 format of matrix products; e4m3: all operands in e4m3; hybrid: gradients in e5m2, other "
-        "operands in e4m3. With EXPERT_BACKEND=te, Transformer Engine computes in FP8; with "
-        "EXPERT_BACKEND=triton, only the experts use FP8 (requires FP8=e4m3 and FP8_RECIPE=blockwise)",
+        "operands in e4m3. With EXPERT_BACKEND=te, the experts and Transformer Engine's other linear "
+        "layers use FP8; with triton, only the experts do (requires FP8=e4m3 and FP8_RECIPE=blockwise)",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",

@@ -171,7 +171,7 @@ class ParallelSettings(ExpertSettings):
                f"remove {name}, or set {setting}") for name, has, setting in needs),
             (self.recompute != "none", "recompute_modules",
              f"cannot be combined with RECOMPUTE={self.recompute}",
-             "set RECOMPUTE=none; to recompute moe_act, add it to RECOMPUTE_MODULES"),
+             "set RECOMPUTE=none (RECOMPUTE_MODULES may contain moe_act)"),
             ("norm" in chosen and self.impl == "te", "recompute_modules",
              "cannot recompute norm with IMPL=te: Transformer Engine fuses a norm with the next projection "
              "and keeps the norm's output",

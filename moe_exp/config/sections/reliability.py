@@ -89,7 +89,7 @@ class ReliabilitySettings(OutputSettings):
         "and each save, after which the ranks exit as with HANG_TIMEOUT; none: no limit",
     )
     slow_rank_every: NonNegative = care(
-        5, "iterations between checks for slow ranks, which compare phase times (event slow_rank); 0: off"
+        5, "iterations between comparisons of phase times to find slow ranks (event slow_rank); 0: off"
     )
     exclude_slow: bool = care(
         False, "add the host of a slow rank to the list of excluded nodes, which later jobs avoid"
@@ -133,7 +133,7 @@ class ReliabilitySettings(OutputSettings):
             most = max((last - first + 1 for first, last in ranges), default=0)
             yield from self.broken(
                 (any(first > last_of_run for first, _ in ranges), name,
-                 f"must not exceed TRAIN_ITERS={last_of_run}", f"list iterations up to {last_of_run}"),
+                 f"must not exceed TRAIN_ITERS={last_of_run}", f"give iterations of at most {last_of_run}"),
                 (most > _MOST_TRACED, name,
                  f"has a range of {most} iterations, too many to display",
                  f"limit each range to {_MOST_TRACED}"),

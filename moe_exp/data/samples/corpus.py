@@ -168,7 +168,7 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class Item(NamedTuple):
-    """Pieces of one length in a group of samples. Each sample contains `each` pieces of this length. Pieces
+    """Pieces of one length in a group of samples. `each`: number of such pieces in every sample. Pieces
     of this length are numbered across all groups; the group's first piece has number `first`.
     """
 

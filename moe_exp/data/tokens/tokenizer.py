@@ -324,7 +324,7 @@ def _from_json(
     if eod_token is not None:
         if eod_id is None:
             rule = f"not found in the tokenizer {name}"
-            raise setting_error("eod_token", eod_token, rule, "set one of its tokens")
+            raise setting_error("eod_token", eod_token, rule, "set a token that the tokenizer has")
         # In some files it is an added token that is not special, so a text could contain it.
         for token in content.get("added_tokens") or []:
             token["special"] |= token["content"] == eod_token
@@ -401,7 +401,7 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
     found = known[0] if known else (None, None)
     if eod_token is not None and found[1] is None:
         rule = f"not found in the tokenizer {path}"
-        raise setting_error("eod_token", eod_token, rule, "set one of its tokens")
+        raise setting_error("eod_token", eod_token, rule, "set a token that the tokenizer has")
     bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
     size = processor.get_piece_size()
     return TextTokenizer("sentencepiece", str(path), content, size, found[1], found[0], bos_id=bos_id)
