@@ -94,8 +94,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     flag("--weights-only", "omit optimizer, schedule, random states and progress"),
     arg("--dtype", "data type of the weights (default: unchanged)", choices=("bf16", "fp32")),
     *(
-        arg(f"--{one}s", f"tensor keys; stacked: one for all {one}s; single: one per {one} (default: "
-            "unchanged)", choices=("stacked", "single"))
+        arg(f"--{one}s", f"style of tensor keys; stacked: one key for all {one}s; single: one per {one} "
+            "(default: unchanged)", choices=("stacked", "single"))
         for one in ("layer", "expert")
     ),
     _ITERATION,
@@ -118,15 +118,15 @@ def run_reshape(arguments: argparse.Namespace) -> None:
 @command("ckpt average", "average the weights of checkpoints, as a replacement for learning-rate decay")
 @takes(
     arg("sources source",
-        "iter_ folders, oldest first; or checkpoints folders or run folders, for all checkpoints in them",
+        "iter_ folders, oldest first; a checkpoints folder or run folder stands for all checkpoints in it",
         Path, nargs="+"),
-    arg("target", "checkpoints folder to create; its checkpoint has no optimizer state", Path),
+    arg("target", "checkpoints folder to create; holds one checkpoint, without optimizer state", Path),
     arg("--last N", "average the newest N checkpoints per folder (default: all; with --ema: 1)", default=0),
     flag("--ema", "average the stored moving averages of the weights (EMA_DECAY) instead of the weights"),
-    arg("--weights NAME", "weights of the checkpoints; uniform, 1-sqrt, cosine or inverse-sqrt: replace a "
-        "learning rate decay of this shape (uniform: linear decay); ema: see --ema-decay; or one number per "
-        "checkpoint, such as 1,2,3", default="uniform"),
-    arg("--ema-decay X", "with --weights ema: factor from each checkpoint's weight to that of the next older "
+    arg("--weights NAME", "weights of the checkpoints: uniform (replaces a linear learning rate decay); "
+        "1-sqrt, cosine or inverse-sqrt (replaces a decay of that shape); ema (see --ema-decay); or one "
+        "number per checkpoint, such as 1,2,3", default="uniform"),
+    arg("--ema-decay X", "with --weights ema: each checkpoint gets X times the weight of the next newer "
         "checkpoint", default=0.9),
     JSON,
 )  # fmt: skip
@@ -156,7 +156,7 @@ def run_average(arguments: argparse.Namespace) -> None:
     arg("b", "reference checkpoint: the relative difference of a tensor is ||a-b||/||b||", Path),
     flag("--optimizer", "also compare the optimizer state"),
     arg("--top N", "number of tensors to show, largest differences first", default=10),
-    arg("--rtol X", "exit with code 0 if no tensor's ||a-b||/||b|| is above X (default: 0)", default=0.0),
+    arg("--rtol X", "exit with code 0 if each tensor's ||a-b||/||b|| is at most X (default: 0)", default=0.0),
     JSON,
 )
 def run_diff(arguments: argparse.Namespace) -> int:

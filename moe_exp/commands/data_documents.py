@@ -147,7 +147,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 _HOW = (
     arg("--text-field --text_field", "field that contains the text", default="text"),
     flag("--skip-bad", "skip and count invalid lines instead of stopping"),
-    flag("--start-over", "create the output again, even if settings or inputs have changed"),
+    flag("--start-over", "create the output again from scratch, with the current settings and inputs"),
     flag("--dry-run", "print the estimated resources; write nothing"),
 )
 

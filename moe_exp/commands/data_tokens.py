@@ -48,8 +48,8 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     flag("--prepend-bos", "begin every document with the beginning-of-sequence token"),
     arg("--eod-token", "end-of-document token, needed if the tokenizer's files define none"),
     flag("--allow-special", "encode the text of a special token as that token (default: as ordinary text)"),
-    arg("--backend",
-        "tokenizer implementation; auto: gigatoken if it gives the same ids as the tokenizer's own package",
+    arg("--backend", "tokenizer implementation; auto: gigatoken if it gives the same ids as the tokenizer's "
+        "own package, otherwise that package",
         choices=BACKENDS, default="auto"),
     TEXT_DOCUMENTS,
     _SKIP_BAD,

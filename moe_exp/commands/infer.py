@@ -86,12 +86,12 @@ def run_score(arguments: argparse.Namespace) -> int:
     flag("--by-document", "evaluate each document separately instead of joining all documents"),
     arg("--experts N", "count the tokens per expert for each --data prefix, and show the N most specialized "
         "experts per layer (if N is omitted: 8)", int, nargs="?", const=8),
-    arg("--batch-size", "sequences per batch (default: as many as have logits of at most 256 MB)", int),
+    arg("--batch-size", "sequences per batch (default: as many as keep the logits within 256 MB)", int),
     flag("--capacity", "drop tokens above the expert capacity and skip sequences shorter than SEQ_LEN, as in "
          "training (MOE_TYPE=moe)"),
     _DOCUMENT_MASK,
     string("--tokenizer", "tokenizer used to compute bits per byte: tokenizer.json, its folder, a .model "
-           "file, or the word bytes, for one token per byte (default: as in training)"),
+           "file, or 'bytes' for one token per byte (default: as in training)"),
     flag("--json", "print one JSON object"),
 )  # fmt: skip
 def run_eval(arguments: argparse.Namespace) -> int:
@@ -106,12 +106,12 @@ def run_eval(arguments: argparse.Namespace) -> int:
     *_MODEL,
     repeated("--prompt", "text to continue (repeatable)"),
     repeated("--prompt-file FILE", "file with a prompt, or - for standard input (repeatable)"),
-    string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes for one token per byte "
-           "(default: as in training)"),
+    string("--tokenizer", "tokenizer.json, its folder, a .model file, or the word bytes, for one token "
+           "per byte (default: as in training)"),
     flag("--allow-special", "parse <s> and other special tokens in prompts instead of treating them as text"),
     arg("--max-new-tokens", "maximum number of new tokens per prompt", default=128),
-    arg("--max-positions", "maximum total number of prompt and new tokens (default: SEQ_LEN of training)",
-        default=0),
+    arg("--max-positions", "maximum number of tokens in a prompt plus its continuation (default: SEQ_LEN of "
+        "training)", default=0),
     arg("--temperature", "sampling temperature; 0: always the most probable token (default: 0)", default=0.0),
     arg("--top-k", "sample from the k most probable tokens; 0: all (default: 0)", default=0),
     arg("--top-p",
@@ -154,7 +154,7 @@ def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
         # only these are read from the environment, as they differ between the nodes of a cluster
         text = getattr(arguments, name) or os.environ.get(name.upper()) or str(default)
         if isinstance(default, int) and not text.isdigit():
-            raise setting_error(name, text, "must be a whole number", f"set --{name.replace('_', '-')}")
+            raise setting_error(name, text, "must be a whole number", f"pass --{name.replace('_', '-')} N")
         values[name] = int(text) if isinstance(default, int) else text
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     given = {name: value for name, value in vars(arguments).items() if name in names}

@@ -85,7 +85,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
         "--export FILE",
         "write the best layout to FILE as settings for --config; --export env: write to stdout instead",
     ),
-    arg("--rank N", "export the N-th best layout (default: 1, or the layout of --explain)", default=1),
+    arg("--rank N", "export the N-th best layout (default: 1; with --explain: that layout)", default=1),
     *PLANNED,
 )
 def run_search(arguments: argparse.Namespace) -> int:

@@ -18,8 +18,8 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
 
 @command("compare", "train dense and MoE models with the same budget and write a report")
 @takes(
-    string("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense; "
-           "with two or more --variant: none of these)"),
+    string("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense, "
+           "or none if --variant is given twice or more)"),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg("--match", "quantity to equalize across models; flops: FLOPs per token; active-params: active "
         "parameters; time: training time (flops and active-params also equalize the "

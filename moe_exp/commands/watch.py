@@ -172,9 +172,9 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
     arg("--again TIME", "time after which an ongoing problem is reported again", default="6h"),
     string("--stuck TIME", "report a run as stuck if it logs no new record for this time (default: derived "
            "from the run's speed)"),
-    arg("--ahead TIME", "report a run if its SLURM jobs end within this time and before the run does",
+    arg("--ahead TIME", "report a run if its SLURM jobs will end within this time, before the run is done",
         default="24h"),
-    arg("--wait TIME", "report a run with queued jobs if no job was running during this time", default="24h"),
+    arg("--wait TIME", "report a run with queued jobs if no job has run for this time", default="24h"),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),
     group(
         "alert channels; passwords and webhook URLs are read only from files and environment variables",
@@ -225,7 +225,7 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
 @takes(
     arg(
         "folder RUN|DIR",
-        "run folder, to request new stacks, or a folder in RUN/hang, to show its stacks",
+        "run folder (requests new stacks) or a folder in RUN/hang (shows its stacks)",
         Path,
     ),
     flag("--full", "also print the full stacks, one per group of ranks with the same stack"),

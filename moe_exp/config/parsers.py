@@ -71,7 +71,7 @@ def read_composed(value: str) -> str | None:
         raise ValueError("only the last STYLE:UNTIL piece may omit UNTIL, the point at which it ends")
     _check_shares([until for _, until, _ in pieces])
     if any(target is not None and target > 1 for _, _, target in pieces):
-        raise ValueError("the final rate of a piece must not exceed 100% of LR")
+        raise ValueError("the RATE of a STYLE:UNTIL:RATE piece must not exceed 100% of LR")
     return text
 
 

@@ -90,7 +90,7 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 def _layer_pattern(text: str) -> None:
     is_repeated = re.fullmatch(rf"{_INT}(:{_INT})?", text)
     if not (all(map(int, text.split(":"))) if is_repeated else re.fullmatch(_PATTERN, text)):
-        raise ValueError("must be a positive number, n:m, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
+        raise ValueError("must be a positive number, a ratio n:m, or a list such as [0]*3+[1]*21 or 0,1,1,1")
     terms = [] if is_repeated else _pattern_terms(text)
     if (length := sum(len(bits) * times for bits, times in terms)) > _MOST_LAYERS:
         raise ValueError(f"describes {length} layers, more than the limit of {_MOST_LAYERS}")

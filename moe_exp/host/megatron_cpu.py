@@ -139,7 +139,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
     if name in _LEFT_OUT:
-        raise ModuleNotFoundError(f"{name} is not loaded for Megatron on a host without CUDA")
+        raise ModuleNotFoundError(f"moe_exp does not load {name} for Megatron on a host without CUDA")
     module = builtins.__import__(name, globals, locals, fromlist, level)
     # only `import torch` and `import torch.x` bind the name torch, `from torch import x` does not
     return _STAND_IN if module is torch and not fromlist else module

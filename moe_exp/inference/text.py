@@ -34,7 +34,7 @@ def tokenizer_for(
     trained = (order or {}).get("tokenizer") or ""
     path = name or saved.tokenizer or find_prepared_text(saved, trained).tokenizer
     if not path and saved.train_data:
-        raise setting_error("tokenizer", "", "is unknown, because the training did not set it", give)
+        raise setting_error("tokenizer", "", "is unknown, because it was not set in training", give)
     if not path:
         path = str(embedded_folder(Path(saved.data_dir)) / "tokenizer.json")
         if not Path(path).is_file():

@@ -303,7 +303,8 @@ def _remote_dir(c: Config) -> Iterator[str]:
     if c.remote_dir and not is_url(c.remote_dir):
         yield c.problem("remote_dir", "must be a URL", "set it to a URL such as s3://bucket/runs")
     elif c.remote_dir.startswith("hf://"):
-        yield c.problem("remote_dir", "hf:// commits each file separately", "set it to an s3:// or gs:// URL")
+        rule = "cannot be an hf:// URL: hf:// commits each file separately"
+        yield c.problem("remote_dir", rule, "set it to an s3:// or gs:// URL")
     elif c.remote_dir:
         try:
             yield from filter(None, [ahead_problem(c)])

@@ -200,7 +200,7 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
     shown = {title: of for title, of in curves.items() if any(xs for seeds in of.values() for xs, _ in seeds)}
     if not shown:
         fix = "train for at least LOG_INTERVAL iterations, or choose another x"
-        raise ValueError(f"x={x}: no record has both this key and a value to plot against it. Fix: {fix}.")
+        raise ValueError(f"x={x}: no record has both this key and a value to plot. Fix: {fix}.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

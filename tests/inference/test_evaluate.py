@@ -216,7 +216,7 @@ def test_a_converted_model_was_not_trained_on_the_embedded_corpus(tmp_path, caps
         capsys.readouterr()
         assert "DATA=: the training data of a converted model" in refused(tmp_path / name, capsys)
         assert main(["generate", "--checkpoint", name, "--prompt", "a"]) == 1
-        assert "TOKENIZER=: is unknown, because the training did not set it." in capsys.readouterr().err
+        assert "TOKENIZER=: is unknown, because it was not set in training." in capsys.readouterr().err
         for setting in ("load_dir", "upcycle_from"):
             rule = (
                 f"TRAIN_DATA=: {setting.upper()}={name} has a different vocabulary than the embedded corpus"
@@ -310,7 +310,7 @@ def test_without_a_tokenizer_there_are_no_bits_per_byte(prefixes, tmp_path, caps
     with caplog.at_level("WARNING", "moe_exp"):
         (row,) = evaluated(folder, capsys, *flags)["data"]
     assert (row["bytes"], row["bits_per_byte"]) == (None, None) and row["lm_loss"] > 0
-    assert "no bits per byte: TOKENIZER=: is unknown, because the training did not set it." in caplog.text
+    assert "no bits per byte: TOKENIZER=: is unknown, because it was not set in training." in caplog.text
     assert evaluated(folder, capsys, *flags, "--tokenizer", "bytes")["total"]["bits_per_byte"] > 0
 
 

@@ -72,7 +72,7 @@ def test_a_trained_tokenizer(tmp_path):
         (
             {"train_data": "x"},
             "",
-            r"^TOKENIZER=: is unknown, because the training did not set it\. Fix: pass --tokenizer",
+            r"^TOKENIZER=: is unknown, because it was not set in training\. Fix: pass --tokenizer",
         ),
         ({"train_data": "x"}, "nowhere", r"^TOKENIZER=nowhere: does not exist\. Fix: pass --tokenizer"),
         ({"data_dir": "data"}, "", "embedded corpus's tokenizer was not found at"),

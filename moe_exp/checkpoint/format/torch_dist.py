@@ -125,7 +125,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             # Only classes defined in these modules are allowed, not names that the modules import.
             if module not in _MODULES or (isinstance(found, type) and found.__module__ == module):
                 return found
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not part of the format")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which this file format does not allow")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -208,7 +208,7 @@ def _explained(path: Path) -> Iterator[None]:
         if isinstance(error, FileNotFoundError):
             reason = "it is missing"
         elif found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
-            reason = f"it refers to {found[1]}, which is not part of the format"
+            reason = f"it refers to {found[1]}, which this file format does not allow"
         else:
             reason = text[:200] or type(error).__name__
         raise unusable(path, f"cannot be used ({reason})") from None
@@ -354,7 +354,7 @@ class _Window(io.RawIOBase):
         size = os.fstat(file.fileno()).st_size
         if start < 0 or num_bytes < 0 or start + num_bytes > size:
             place = f"bytes {start} to {start + num_bytes}"
-            raise ValueError(f"the file has {size} bytes, but the metadata place a chunk at {place}")
+            raise ValueError(f"the file has {size} bytes, but the metadata lists a chunk at {place}")
         self._file, self._start, self._num_bytes, self._position = file, start, num_bytes, 0
 
     def readable(self) -> bool:

@@ -18,9 +18,9 @@ class AttentionSettings(ModelSettings):
     )
     window_pattern: LayerPattern = model(
         "1",
-        "which layers use SLIDING_WINDOW: a number (2: every second layer, beginning with the first, as in "
-        "gpt-oss), a ratio (5:1: five layers with a window, then one without, repeated), or a list of 1 "
-        "(window) and 0, as in MOE_LAYER_FREQ",
+        "which layers use SLIDING_WINDOW: a number such as 2 (every second layer, beginning with the first, "
+        "as in gpt-oss), a ratio such as 5:1 (five layers with a window, then one without, repeated), or a "
+        "list of 1 (window) and 0, as in MOE_LAYER_FREQ",
     )
     rotary_layers: LayersOrWindowed = numerics(
         "1",
@@ -38,13 +38,13 @@ class AttentionSettings(ModelSettings):
     value_head_dim: OptionalWidth = numerics(
         0,
         "channels of each value head, if fewer than in a query/key head (MiMo-V2-Flash); value heads are "
-        "padded to that size with zero weights; 0: as many as in a query/key head",
+        "padded with zero weights to the size of a query/key head; 0: as many as in a query/key head",
     )
     value_scale: float = numerics(1.0, "factor applied to values (MiMo-V2-Flash)", gt=0)
     attention_sinks: Literal["none", "all", "windowed"] = model(
         "none",
-        "layers with attention sinks (per head, an extra learned logit in the softmax that belongs to no "
-        "token; gpt-oss); windowed: only layers with SLIDING_WINDOW",
+        "layers with attention sinks (gpt-oss): in the softmax, each head has an extra learned logit that "
+        "belongs to no token; windowed: only layers with SLIDING_WINDOW",
     )
     attention_softcap: Rate = numerics(
         0.0, "soft cap c of attention logits, c * tanh(logit / c) (Gemma 2); 0: none"

@@ -230,7 +230,7 @@ class DataSettings(OptimizerSettings):
             fix = f"download {remote[0]} with moe-exp data pull, or set DATA_ORDER=stream"
             yield self.problem("data_order", "only supports local files", fix)
         fills, is_embedded = self.document_packing == "best_fit", not self.train_data
-        own = "the embedded corpus has its own validation data"
+        own = "cannot be combined with the embedded corpus, which has its own validation data"
         yield from self.broken(
             (self.split and self.valid_data, "split",
              f"cannot be combined with VALID_DATA={self.valid_data}", "omit SPLIT or VALID_DATA"),

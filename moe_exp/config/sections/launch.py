@@ -28,7 +28,7 @@ class LaunchSettings(BaseModel):
         "",
         "named set of defaults: "
         + ", ".join(PRESETS)
-        + " (default: cpu without GPUs; with GPUs, reference if TRAIN_DATA is set, else gpu)",
+        + " (default: gpu, or reference if TRAIN_DATA is set; without GPUs always cpu)",
         costs=False,
     )
     master_addr: str = place("localhost", "host name or address of rank 0")
@@ -42,14 +42,14 @@ class LaunchSettings(BaseModel):
     node_rank: NonNegative = place(0, "index of this node")
     gpus_per_node: NumRanks = layout(
         ...,
-        "ranks per node, each with its own GPU except on a CPU host (default: number of GPUs; on a CPU host "
-        "or with PRESET=cpu: 2, or 1 if there is only one core or GPU; with PRESET=gpu: 1)",
+        "ranks per node; each has its own GPU, except on a CPU host (default: 1 with PRESET=gpu; 2 with "
+        "PRESET=cpu or on a CPU host, but 1 if there is only one core or GPU; else the number of GPUs)",
         default_factory=lambda: count_gpus() or min(2, num_cores()),
     )
     threads_per_rank: NonNegative = layout(
         0,
-        "PyTorch threads per rank; 0: one on a CPU host, else PyTorch's default (with OFFLOAD_OPTIMIZER: the "
-        "node's cores divided by GPUS_PER_NODE)",
+        "PyTorch threads per rank; 0: one on a CPU host; on GPUs, PyTorch's default or, with "
+        "OFFLOAD_OPTIMIZER, the node's cores divided by GPUS_PER_NODE",
         costs=False,
         compared=False,
     )

@@ -89,8 +89,8 @@ class LearningSettings(ParallelSettings):
     expert_lr_mult: float = learning(1.0, "multiplier of LR and MIN_LR for routed experts", gt=0)
     lr_groups: ParameterGroups = learning(
         "",
-        "multipliers by parameter name, such as '*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; lr: for LR and "
-        "MIN_LR; wd: for WEIGHT_DECAY; the first matching pattern applies (docs/learning_rate.md)",
+        "multipliers by parameter name, such as '*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; lr multiplies LR "
+        "and MIN_LR, wd multiplies WEIGHT_DECAY; the first matching pattern applies (docs/learning_rate.md)",
     )
     lr_decay_style: Annotated[str, one_of(SCHEDULES, read=parsers.read_composed)] = learning(
         "cosine",
@@ -283,7 +283,7 @@ class LearningSettings(ParallelSettings):
         points = [end for _, end in parsers.value_pieces(str(self.mtp_loss_coeff)) if end]
         if (ends := [iteration_of(end, decay) for end in points]) != sorted(set(ends)):
             rule = f"values end at iterations {', '.join(map(str, ends))}, which are not ascending"
-            yield self.problem("mtp_loss_coeff", rule, "give each value a later end than the value before it")
+            yield self.problem("mtp_loss_coeff", rule, "make each value end later than the one before it")
         if is_composed(style):
             yield from self._composed_problems(decay_name)
             return

@@ -111,13 +111,13 @@ class ModelSettings(LaunchSettings):
     )
     yarn_mscale_all_dim: Rate = model(
         0.0,
-        "see YARN_MSCALE; with MULTI_LATENT_ATTENTION, yarn also scales attention scores by "
-        "f(YARN_MSCALE_ALL_DIM)^2, where f is the function in the description of YARN_MSCALE",
+        "see YARN_MSCALE, which also defines f; with MULTI_LATENT_ATTENTION, yarn also scales attention "
+        "scores by f(YARN_MSCALE_ALL_DIM)^2",
     )
     yarn_truncate: bool = model(
         True,
-        "round the channel indices with exactly YARN_BETA_SLOW and YARN_BETA_FAST rotations to integers "
-        "(yarn)",
+        "round to integers the channel indices that correspond to exactly YARN_BETA_SLOW and "
+        "YARN_BETA_FAST rotations (yarn)",
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
     embedding_multiplier: float = numerics(1.0, "factor applied to the embeddings (Granite)", gt=0)
@@ -130,8 +130,8 @@ class ModelSettings(LaunchSettings):
     logits_scaling: float = numerics(1.0, "divisor of the output logits (Granite)", gt=0)
     mtp_num_layers: FewLayers = model(
         0,
-        "number of multi-token prediction layers after the last layer (DeepSeek-V3): layer k predicts the "
-        "token k + 1 positions ahead, in training only",
+        "number of multi-token prediction layers after the last layer (DeepSeek-V3), used only in training: "
+        "layer k predicts the token that is k + 1 positions ahead",
     )
     mtp_loss_coeff: RateByIteration = numerics(
         0.3,
@@ -290,5 +290,5 @@ class ModelSettings(LaunchSettings):
         """Yields an error line unless `layers` has NUM_LAYERS entries; `layers` comes from setting `name`."""
         if len(layers) != self.num_layers:
             rule = f"has {len(layers)} layers, but NUM_LAYERS={self.num_layers}"
-            fix = f"give a number, n:m, or a pattern of {self.num_layers} zeros and ones"
+            fix = f"give a number, a ratio n:m, or a list of {self.num_layers} zeros and ones"
             yield self.problem(name, rule, fix)

@@ -53,15 +53,15 @@ class ExpertSettings(RouterSettings):
     )
     token_rounding: NonNegative = experts(
         0,
-        "with MOE_TYPE=dmoe, in training: round the number of tokens per expert and micro-batch down to a "
+        "with MOE_TYPE=dmoe, in training: round down each expert's number of tokens per micro-batch to a "
         "multiple of this value, such as 128, so that the grouped GEMM has full tiles; this drops the "
         "tokens with the lowest router weights; 0: off",
     )
 
     expert_backend: Annotated[str, one_of(EXPERT_BACKENDS, "auto")] = experts(
         "auto",
-        "implementation of the experts (grouped GEMM); triton: one autograd function with this package's "
-        "kernels (on a CPU: with plain PyTorch)",
+        "implementation of the experts (grouped GEMM); triton: this package's kernels (on a CPU: plain "
+        "PyTorch), in one autograd function for all experts",
     )
     routing_kernels: Literal["auto", "off"] = experts(
         "auto",
@@ -90,10 +90,10 @@ class ExpertSettings(RouterSettings):
     )
     cross_entropy: Literal["auto", "megatron", "triton", "linear"] = model(
         "auto",
-        "implementation of the output layer's loss; triton: this package's kernel, which stores logits "
-        "but no probabilities for backward; linear: computes output layer and loss in chunks of tokens and "
-        "stores gradients of the output layer instead of logits; auto: triton on GPUs that support it, else "
-        "megatron",
+        "implementation of the output layer's loss; triton: this package's kernel, which stores only the "
+        "logits for backward, not the probabilities; linear: computes the output layer and the loss "
+        "together, one chunk of tokens at a time, and stores the output layer's gradients instead of the "
+        "logits; auto: triton on GPUs that support it, else megatron",
     )
     impl: Literal["auto", "local", "te"] = model(
         "auto",
@@ -228,7 +228,7 @@ class ExpertSettings(RouterSettings):
              "a shared expert would change the output of the dense model",
              "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"),
             (self.moe_latent_size, "moe_latent_size",
-             "upcycled experts require full-width hidden states", "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM"),
+             "with UPCYCLE_FROM, the experts require full-width hidden states", "set MOE_LATENT_SIZE=0"),
             (self.norm_placement == "around_moe", "norm_placement",
              "norms after MoE layers would change the output of the dense model in UPCYCLE_FROM",
              "set NORM_PLACEMENT=pre"),

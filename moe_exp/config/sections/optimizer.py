@@ -122,8 +122,8 @@ class OptimizerSettings(LearningSettings):
              "requires whole heads, but the distributed optimizer splits them",
              "set DISTRIBUTED_OPTIMIZER=false, or QK_CLIP=0"),
             (self.qk_clip and self.qk_norm and not self.multi_latent_attention, "qk_clip",
-             "QK_NORM=true undoes any scaling of queries and keys and already bounds the logits",
-             "set QK_CLIP=0, or QK_NORM=false"),
+             "cannot be combined with QK_NORM=true, which undoes any scaling of queries and keys and already "
+             "bounds the logits", "set QK_CLIP=0, or QK_NORM=false"),
             (self.fp8 != "none" and self.dtype != "bf16", "fp8",
              f"requires DTYPE=bf16, not {self.dtype}",
              "set DTYPE=bf16, or FP8=none"),

@@ -62,7 +62,7 @@ class OutputSettings(DataSettings):
     eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: no evaluation")
     eval_iters: NonNegative = output(10, "number of global batches per evaluation")
     tensorboard_axes: bool = bookkeeping(
-        False, "also plot losses against tokens, FLOPs and training time in TensorBoard (extra runs by_*)"
+        False, "also plot losses against tokens, FLOPs and training time in TensorBoard (runs named by_*)"
     )
     wandb_project: str = bookkeeping("", "Weights & Biases project; empty: not used")
     prometheus_file: PathText = bookkeeping(
@@ -94,8 +94,8 @@ class OutputSettings(DataSettings):
             (evaluate and not self.eval_iters, "eval_iters",
              f"must be positive with EVAL_INTERVAL={evaluate}", "set EVAL_ITERS=10 or EVAL_INTERVAL=0"),
             (evaluate and self.train_data and not has_valid, "valid_data",
-             f"must be set for EVAL_INTERVAL={evaluate}, as TRAIN_DATA={shown(self.train_data)} is not a"
-             " folder or file of text on this machine, and only text is split automatically",
+             f"must be set for EVAL_INTERVAL={evaluate}; only text is split automatically, and TRAIN_DATA="
+             f"{shown(self.train_data)} is not a folder or file of text on this machine",
              "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0; if TRAIN_DATA should be text, correct its path"),
             (evaluate and shares and not sum(shares[1:2]), "split",
              f"has no validation share, but EVAL_INTERVAL={evaluate}",

@@ -55,7 +55,7 @@ class ParallelSettings(ExpertSettings):
     recompute: Literal["none", "moe_act", "selective", "full"] = layout(
         "none",
         "activation recomputation in backward; moe_act: only the experts' activation function; selective: "
-        "MoE layers; full: every layer; moe_act or selective in a dense model: attention scores",
+        "MoE layers; full: every layer. In a dense model, moe_act and selective recompute attention scores",
     )
     recompute_modules: RecomputedModules = layout(
         "",
@@ -64,14 +64,14 @@ class ParallelSettings(ExpertSettings):
     )
     offload_modules: OffloadedModules = layout(
         "",
-        "modules whose saved tensors are moved to host memory until backward, comma-separated "
-        f"({', '.join(OFFLOADED)}); mlp: the MLPs of dense layers",
+        f"comma-separated modules ({', '.join(OFFLOADED)}) whose saved tensors are moved to host memory "
+        "until backward; mlp: the MLPs of dense layers",
     )
     cuda_graph: Literal["auto", "on", "off"] = layout(
         "auto",
         "run forward and backward of each micro-batch as one CUDA graph; auto: on a GPU if all settings "
-        "allow it; on: always (an error if impossible), and OVERLAP is ignored: gradients are exchanged only "
-        "after the backward pass",
+        "allow it; on: always (an error if impossible), even with OVERLAP, which is then ignored (gradients "
+        "are exchanged only after the backward pass)",
         compared=False,
     )
 
@@ -171,7 +171,7 @@ class ParallelSettings(ExpertSettings):
                f"remove {name}, or set {setting}") for name, has, setting in needs),
             (self.recompute != "none", "recompute_modules",
              f"cannot be combined with RECOMPUTE={self.recompute}",
-             "set RECOMPUTE=none (RECOMPUTE_MODULES may contain moe_act)"),
+             "set RECOMPUTE=none (to recompute moe_act, list it in RECOMPUTE_MODULES)"),
             ("norm" in chosen and self.impl == "te", "recompute_modules",
              "cannot recompute norm with IMPL=te: Transformer Engine fuses a norm with the next projection "
              "and keeps the norm's output",

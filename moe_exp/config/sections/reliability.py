@@ -40,9 +40,9 @@ class ReliabilitySettings(OutputSettings):
     dump_ranks: WholeNumbers = care("", "ranks that write the dumps of DUMP_ITERS, such as 0,4; empty: all")
     disk_check: Literal["run", "one", "none"] = care(
         "run",
-        "disk space that must be free at start; run: for all checkpoints of the run (if it is resumed: for "
-        "the next one); one: for one checkpoint (for users who delete old ones themselves); none: not "
-        "checked",
+        "disk space that must be free at start; run: for all checkpoints of a new run, or for the next "
+        "checkpoint of a resumed run; one: for one checkpoint (for users who delete old ones themselves); "
+        "none: not checked",
     )
     max_bad_steps: NonNegative = care(
         10,
@@ -64,8 +64,8 @@ class ReliabilitySettings(OutputSettings):
     )
     sdc_check_every: NonNegative = care(
         0,
-        "iterations between checks for silent corruption: the same rank and another rank compute gradients "
-        "again; if the results differ, the run restarts from an earlier checkpoint; 0: off",
+        "iterations between checks for silent corruption: each rank's gradients are computed again, by "
+        "that rank and another; if the results differ, the run restarts from an earlier checkpoint; 0: off",
     )
     preflight: bool = care(
         False,
@@ -86,7 +86,7 @@ class ReliabilitySettings(OutputSettings):
     hang_timeout_other: OptionalPositive = care(
         1500,
         "time limit (seconds) for each startup phase, each of the first iterations, each evaluation batch "
-        "and each save, after which the ranks exit as with HANG_TIMEOUT; none: no limit",
+        "and each save; if the limit is exceeded, the ranks exit as with HANG_TIMEOUT; none: no limit",
     )
     slow_rank_every: NonNegative = care(
         5, "iterations between comparisons of phase times to find slow ranks (event slow_rank); 0: off"
@@ -103,7 +103,7 @@ class ReliabilitySettings(OutputSettings):
         16, "size of each rank's call record (MB); new calls replace the oldest calls"
     )
     trace_calls_in: str = care(
-        "moe_exp,megatron,torch.distributed", "packages and modules of the functions in the call record"
+        "moe_exp,megatron,torch.distributed", "packages and modules whose functions are in the call record"
     )
     max_restarts: NonNegative = care(
         0, "maximum number of times that a launch restarts all ranks after one fails; 0: never"
@@ -133,7 +133,7 @@ class ReliabilitySettings(OutputSettings):
             most = max((last - first + 1 for first, last in ranges), default=0)
             yield from self.broken(
                 (any(first > last_of_run for first, _ in ranges), name,
-                 f"must not exceed TRAIN_ITERS={last_of_run}", f"give iterations of at most {last_of_run}"),
+                 f"must not exceed TRAIN_ITERS={last_of_run}", f"choose iterations from 1 to {last_of_run}"),
                 (most > _MOST_TRACED, name,
                  f"has a range of {most} iterations, too many to display",
                  f"limit each range to {_MOST_TRACED}"),

@@ -281,7 +281,7 @@ class RouterSettings(AttentionSettings):
     router_bias_rule: Literal["sign", "quantile"] = experts(
         "sign",
         "how expert biases change after each iteration; sign: by ROUTER_BIAS_UPDATE_RATE towards equal "
-        "loads; quantile: to the values that would have given this iteration equal loads (no step size)",
+        "loads; quantile: to the values that would have made this iteration's loads equal (no step size)",
     )
     num_router_groups: NonNegative = experts(0, "number of expert groups for group-limited top-k; 0: none")
     router_group_topk: NonNegative = experts(
@@ -299,7 +299,7 @@ class RouterSettings(AttentionSettings):
         "aux_loss",
         "one or more load-balancing losses, separated by commas: "
         + ", ".join(f"{name} ({loss.text})" if loss.text else name for name, loss in LOSSES.items())
-        + "; alternatively, on its own: sinkhorn (Sinkhorn routing) or none",
+        + "; or, instead of losses: sinkhorn (Sinkhorn routing) or none",
     )
     aux_loss_coeff: Numbers = experts(
         "0.01",

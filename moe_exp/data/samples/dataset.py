@@ -164,7 +164,7 @@ class SampleStream:
         inside = (first - self._stages[number].first_sample) % factor
         if inside or count % factor or self.stage_at(first + count - 1).number != number:
             rule = f"samples {first} to {first + count - 1}: must be whole samples of one stage"
-            raise ValueError(f"{rule}. Fix: within a stage, start and end at multiples of {factor}.")
+            raise ValueError(f"{rule}. Fix: start and end the range at multiples of {factor} within a stage.")
         return torch.from_numpy(np.stack([self.sample(n) for n in range(first, first + count, factor)]))
 
 

@@ -95,7 +95,7 @@ def tokenize_documents(
     is_local = execution.executor == "local"
     if tasks is None and not is_local:
         fix = "set --tasks to the number of cores to use"
-        raise setting_error("executor", execution.executor, "requires a number of tasks", fix)
+        raise setting_error("executor", execution.executor, "requires --tasks to be set", fix)
     if tasks is not None and tasks < 1:
         raise setting_error("tasks", tasks, "must be at least 1", "set --tasks to the number of cores")
     jobs_folder = output.with_name(f"{output.name}.partial") / "datatrove" / PASSES[-1]

@@ -55,7 +55,7 @@ class RoutingReplay:
             self.decisions.append(chosen_TK.detach())
         elif self._next == len(self.decisions):
             rule = f"the recording ends after pass {self._next}"
-            raise ValueError(f"routing replay={self._next + 1} passes: {rule}. Fix: record more passes.")
+            raise ValueError(f"routing replay={self._next + 1} passes: {rule}. Fix: record all these passes.")
         else:
             chosen_TK = self.decisions[self._next].to(expert_TK.device)
             self._next += 1

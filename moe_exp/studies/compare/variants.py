@@ -131,7 +131,7 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
             problems.append(problem("variant", text, rule, fix))
         elif field in _SAME_FOR_ALL:
             rule = f"{field.upper()} must be the same for all runs of a comparison"
-            problems.append(problem("variant", text, rule, "set this setting for all runs instead"))
+            problems.append(problem("variant", text, rule, f"set {field.upper()} for all runs instead"))
         own[field] = value.strip()
     raise_for(problems)
     return name, own

@@ -86,7 +86,7 @@ class Definition:
             fix = "add larger sizes; four sizes are enough for laws and a prediction"
             yield problem("sizes", number, "a ladder requires at least two sizes", fix)
         if any(size < 1 for size in self.sizes):
-            yield problem("sizes", self.sizes, "must be widths above 0 (HIDDEN_SIZE)", "correct them")
+            yield problem("sizes", self.sizes, "must be widths above 0 (each a HIDDEN_SIZE)", "correct them")
         for name in sorted(name for name in self.settings if name.lower() not in Config.model_fields):
             fix = "correct it in the definition's settings"
             yield problem(name, self.settings[name], "unknown setting", fix)

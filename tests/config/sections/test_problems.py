@@ -73,9 +73,9 @@ REFUSED = [
     ("dtype=int8", "DTYPE=int8: must be 'fp32', 'bf16' or 'fp16'"),
     ("master_port=70000", "MASTER_PORT=70000: must be less than or equal to 65535"),
     ("preset=gpt5", "PRESET=gpt5: unknown preset"),
-    ("moe_layer_freq=[0]*x", "MOE_LAYER_FREQ=[0]*x: must be a positive number, n:m, or a pattern "),
-    ("window_pattern=0", "WINDOW_PATTERN=0: must be a positive number, n:m, or a pattern "),
-    ("window_pattern=3:0", "WINDOW_PATTERN=3:0: must be a positive number, n:m, or a pattern "),
+    ("moe_layer_freq=[0]*x", "MOE_LAYER_FREQ=[0]*x: must be a positive number, a ratio n:m, or a list "),
+    ("window_pattern=0", "WINDOW_PATTERN=0: must be a positive number, a ratio n:m, or a list "),
+    ("window_pattern=3:0", "WINDOW_PATTERN=3:0: must be a positive number, a ratio n:m, or a list "),
     ("moe_layer_freq=__import__('os')", "MOE_LAYER_FREQ=...must be a positive number"),
     ("aux_loss_type=aux_los", "AUX_LOSS_TYPE=aux_los: aux_los is not a loss"),
     (
@@ -175,7 +175,7 @@ REFUSED = [
         "ATTENTION_DROPOUT=0.1: cannot be...ATTENTION_BACKEND=flex",
     ),
     ("rotary_layers=3:1 mtp_num_layers=1", "MTP_NUM_LAYERS=1: cannot be combined with SLIDING_WINDOW or ROT"),
-    ("moe_layer_freq=0,1", "MOE_LAYER_FREQ=0,1: has 2 layers, but NUM_LAYERS=4...a pattern of 4 "),
+    ("moe_layer_freq=0,1", "MOE_LAYER_FREQ=0,1: has 2 layers, but NUM_LAYERS=4... list of 4 "),
     ("moe_layer_freq=[0]*4", "MOE_LAYER_FREQ=[0]*4: leaves no MoE layer among NUM_LAYERS=4"),
     ("first_k_dense=4", "FIRST_K_DENSE=4: leaves no MoE layer among NUM_LAYERS=4"),
     (
@@ -307,7 +307,7 @@ REFUSED = [
     ("pp=2 vpp=2 gbsz=24 gpus_per_node=2", "VPP=2: requires a multiple of PP=2 micro-batches, but GBSZ /"),
     # Optimizer
     ("qk_clip=100", "QK_CLIP=100.0: requires whole heads, but the distributed optimizer splits them"),
-    ("qk_clip=100 qk_norm=true distributed_optimizer=false", "QK_CLIP=100.0: QK_NORM=true undoes "),
+    ("qk_clip=100 qk_norm=true distributed_optimizer=false", "QK_CLIP=100.0: cannot be... with QK_NORM=true"),
     (
         "optimizer=muon",
         "DISTRIBUTED_OPTIMIZER=true: OPTIMIZER=muon requires whole matrices, but the distributed",
@@ -399,7 +399,7 @@ REFUSED = [
     ),
     (
         "lr_decay_style=linear:90%:101%",
-        "LR_DECAY_STYLE=linear:90%:101%: the final rate of a piece must not exceed 100% of LR",
+        "LR_DECAY_STYLE=linear:90%:101%: the RATE of a STYLE:UNTIL:RATE piece must not",
     ),
     (
         "lr_decay_style=constant:80%,linear:200",
@@ -455,12 +455,12 @@ REFUSED = [
         "LR_GROUPS=*norm*: has a wd, but only matches norms and biases, which never decay",
     ),
     # Data
-    ("train_data=a", "VALID_DATA=: must be set for EVAL_INTERVAL=100, as TRAIN_DATA=a is not a folder"),
-    ("split=99,1", "SPLIT=99,1: the embedded corpus has its own validation data"),
+    ("train_data=a", "VALID_DATA=: must be set for EVAL_INTERVAL=100; ...TRAIN_DATA=a is not a folder"),
+    ("split=99,1", "SPLIT=99,1: cannot be combined with the embedded corpus"),
     ("train_data=a valid_data=b split=99,1", "SPLIT=99,1: cannot be combined with VALID_DATA=b"),
     ("train_data=a split=0,1", "SPLIT=0,1: must be at most three numbers"),
     ("train_data=a split=100,0,0", "SPLIT=100,0,0: has no validation share, but EVAL_INTERVAL=100"),
-    ("valid_data=a", "VALID_DATA=a: the embedded corpus has its own validation data"),
+    ("valid_data=a", "VALID_DATA=a: cannot be combined with the embedded corpus"),
     (
         "vocab_size=2047",
         "VOCAB_SIZE=2047: the embedded corpus ... 2048 distinct tokens. Fix: ... at least 2048",

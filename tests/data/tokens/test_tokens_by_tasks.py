@@ -269,7 +269,7 @@ def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch,
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
     jobs = ["--executor", "slurm", "--partition", "cpu", "--time", "1:00:00"]
     assert main("tokenize", [*flags, *jobs]) == 1
-    assert "EXECUTOR=slurm: requires a number of tasks. Fix: set --tasks" in capsys.readouterr().err
+    assert "EXECUTOR=slurm: requires --tasks to be set. Fix: set --tasks" in capsys.readouterr().err
     flags += [*jobs, "--tasks", "2"]
     monkeypatch.setattr(sys, "argv", [str(ROOT / "moe_exp/__main__.py"), "data", "tokenize", *flags])
     found = []

@@ -44,7 +44,7 @@ def test_problems_are_told_together():
         "VARIANT=big:NUM_EXPRTS=16: .* Fix: use NUM_EXPERTS",
         "VARIANT=dense:LR=1: duplicate name. Fix: ",
         "VARIANT=../x:LR=1: .* letters, digits, dots, dashes and underscores. Fix: ",
-        "VARIANT=n:TRAIN_ITERS=3: TRAIN_ITERS must be the same for all runs .* Fix: set this setting for all",
+        "VARIANT=n:TRAIN_ITERS=3: TRAIN_ITERS must be the same for all runs .* Fix: set ",
         "VARIANT=z:LR=much: LR=much: must be a valid number. Fix: correct LR: peak learning rate",
     ]
     for line, pattern in zip(lines_of("dense,sparse", written), expected, strict=True):
