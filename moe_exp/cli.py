@@ -58,7 +58,7 @@ def _chosen(parser: ExactParser, args: argparse.Namespace) -> ExactParser:
 
 
 def parser_of(*names: str) -> ExactParser:
-    """Returns a parser with the commands `names` (default: all). The name `data` adds its subcommands."""
+    """Parser with the commands `names` (default: all), and with data's subcommands if `data` is named."""
     try:
         version = importlib.metadata.version("moe-exp")
     except importlib.metadata.PackageNotFoundError:

@@ -150,7 +150,7 @@ class CheckpointWriter:
         partial = partial.with_name(partial.name + folders.PARTIAL)
 
         def make() -> str:
-            """Creates an empty folder to write into; returns an error message, empty on success."""
+            """Creates an empty folder to write into; returns an error message, or "" on success."""
             try:
                 folders.recover(partial.parent)
                 partial.mkdir(parents=True)

@@ -40,7 +40,7 @@ def experts_of(
     weights_sum: float,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Builds the tensors of L experts from the dense MLP's numbered `shards`. `experts` contains the
-    indices of these L experts in the whole layer. `weights_sum` is c, the sum of a token's router weights.
+    indices of these L experts in the whole layer. `weights_sum`: the sum of a token's router weights.
     Returns `weight1` [L, W/G, D], `weight2` [L, D, F/G], and the biases if the MLP has biases. D is the
     hidden size, F is the dense MLP's width, W is F (2F with a gate), and G is `granularity`.
     """

@@ -1,4 +1,4 @@
-"""Shared arguments and errors of `moe-exp data` commands, and `main` for scripts that run one command."""
+"""Shared arguments and errors of `moe-exp data` commands; `main` runs one command as a standalone program."""
 
 import argparse
 import importlib

@@ -144,8 +144,8 @@ def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()
     """Returns (variable, most similar setting) for each environment variable that looks misspelled, such as
     (NUM_EXPRTS, NUM_EXPERTS).
 
-    A command's settings (`of_command`) may have short names. If the value of a variable is a
-    list of sizes, its name is therefore compared less strictly with these names: TPZ="1 2" is taken for TPS.
+    A command's settings (`of_command`) may have short names. A variable whose value is a list of sizes may
+    therefore differ more from a command's setting: TPZ="1 2" is taken for TPS.
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []

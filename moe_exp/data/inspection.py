@@ -71,7 +71,7 @@ def num_duplicates(hashes: bytearray) -> int:
 
 
 def difference(one: bytearray, other: bytearray) -> tuple[int, int]:
-    """Pairs equal document hashes of `one` and `other`. Returns how many are left in each of them."""
+    """Pairs equal document hashes of `one` and `other`. Returns the number of unpaired hashes in each."""
     digests = np.frombuffer(one + other, dtype=_DIGEST)
     _, kinds = np.unique(digests, return_inverse=True)
     # For each different hash: by how many `one` exceeds `other`.
@@ -204,7 +204,7 @@ def inspect_documents(paths: Sequence[Path], *, num_samples: int, text_field: st
 def read_with_progress(
     what: str, paths: Sequence[Path], tally: Tally, *, text_field: str = "text", skip_bad: bool = False
 ) -> Iterator[tuple[Path, bytes, str]]:
-    """Yields (file, line, text) like `read_documents`, and shows the progress as `what`."""
+    """Yields (file, line, text) like `read_documents`, and shows the progress with the label `what`."""
     with progress(what, total_bytes(paths)) as advance:
         for path in paths:
             reported = pending = 0

@@ -198,7 +198,7 @@ def read_chunks(path: Path, *, text_field: str = "text", rule: TextRule = FILES)
 
 
 def _file_chunks(path: Path, num_bytes: int = _CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields a file's decompressed content in chunks of up to `num_bytes`, or 1 MiB if it is compressed."""
+    """Yields a file's decompressed content in chunks of up to `num_bytes` (compressed files: up to 1 MiB)."""
     check_regular([path])
     with path.open("rb") as file:
         if not is_compressed(path):

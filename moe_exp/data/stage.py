@@ -171,7 +171,7 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If it is in use, logs the text `waits` and waits; ValueError if `waits` is ''."""
+    """Locks an output. If it is in use, logs `waits` and blocks, or raises ValueError if `waits` is ''."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:

@@ -90,7 +90,7 @@ def step_factors(
 
     Args:
         norm: norm of all gradients, one fp32 value; None: no clipping and no skipping.
-        step: t in the formulas. Counts this step and all earlier steps that were not skipped; fp64 [].
+        step: t in the formulas, fp64 []: number of this step, not counting skipped steps.
         clip: maximum gradient norm; 0: no clipping.
     """
     factor = torch.ones_like(step)
@@ -141,7 +141,7 @@ def adamw_step(
 
 
 def check_step(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
-    """Compares the kernel with its PyTorch reference, in normal and skipped steps on weights of `dtype`."""
+    """Compares the kernel with its PyTorch reference on weights of `dtype`, for normal and skipped steps."""
     generator = torch.Generator(device).manual_seed(0)
     count = torch.tensor(3.0, dtype=torch.float64, device=device)
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "clip": 1.0}

@@ -45,7 +45,7 @@ def keeps_remainders(config: Config, step: str) -> bool:
 
 
 def store_main_weights(part: Any) -> None:
-    """Splits the main weights of a chained optimizer, `part`, and keeps them split (see `Adam.split`).
+    """Splits the main weights of `part`, one of the chained optimizers, and keeps them split (`Adam.split`).
 
     Code that needs main weights joins them first. They are split again in the next iteration, or when they
     are next copied to the model. Also allocates the moments of `part`.

@@ -72,7 +72,7 @@ def side_stream() -> torch.cuda.Stream:
 
 @contextmanager
 def on_side_stream() -> Iterator[None]:
-    """Runs the block on `side_stream`, between all earlier and all later work; no effect without CUDA.
+    """Runs the block on `side_stream`, after all earlier and before all later work; no effect without CUDA.
 
     Autograd accumulates gradients on the stream on which DDP created AccumulateGrad nodes, and a capture must
     not wait for another stream. So DDP, warm-up and captures all use `side_stream`.

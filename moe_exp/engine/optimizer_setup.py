@@ -259,7 +259,7 @@ class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
         )  # fmt: skip
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """Current learning rate of a parameter group; for `{}`, the rate without the factors of LR_GROUPS."""
+        """Current learning rate of a parameter group; `{}` gives the rate without factors of LR_GROUPS."""
         bounds = {name: param_group[name] for name in ("max_lr", "min_lr") if name in param_group}
         return learning_rate(self._config, self.num_steps, **bounds)
 
@@ -303,7 +303,7 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 class _NotFiniteError(Exception):
-    """Raised to end Megatron's step before the gradient norm is used; the norm is the argument."""
+    """Raised with the gradient norm as argument, to end Megatron's step before the norm is used."""
 
 
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:

@@ -179,7 +179,7 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
 
 
 def make_deterministic(config: Config) -> None:
-    """Enables deterministic algorithms. Operations without one raise an error. Call this before GPU work."""
+    """Enables deterministic algorithms; operations that have none raise errors. Call this before GPU work."""
     if torch.cuda.is_available():
         for line in config.environment_problems(os.environ):
             raise ValueError(line)

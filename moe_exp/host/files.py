@@ -98,8 +98,8 @@ def read_json(path: Path, *, fix: str = "") -> Any:
 
     Raises:
         OSError: if the file cannot be read or is not a regular file.
-        ValueError: if the file is damaged. The message is a complete error line with `fix`, and only the
-            reason without `fix`.
+        ValueError: if the file is damaged. If `fix` is given, the message is a complete error line;
+            otherwise, the message is only the reason.
     """
     try:
         return json.loads(regular(path).read_text(encoding="utf-8"))
@@ -199,7 +199,7 @@ class HashedFile:
 
 
 def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
-    """XXH3-128 of a file (32 hex digits). Above `block_bytes` bytes: the result of `BlockHash.of_all`."""
+    """XXH3-128 of a file (32 hex digits). Files larger than `block_bytes`: result of `BlockHash.of_all`."""
     digest, buffer = BlockHash(block_bytes), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):  # one buffer, as allocation takes longer than hashing

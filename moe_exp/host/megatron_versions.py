@@ -53,7 +53,7 @@ def refuse_cuda_graphs(capturable: bool) -> None:
 
 
 def write_in_the_rank(filesystem_async: Any, write: Callable[..., None], results: Any) -> None:
-    """Makes each rank's own process call `write` to save; `write` puts outcomes in the queue `results`."""
+    """Makes each rank save in its own process with `write`, which puts outcomes in the queue `results`."""
     # 0.16 writes in forked processes. From 0.17 on the rank writes in threads, and the queue has another name
     # and is in another process.
     filesystem_async._get_write_results_queue = lambda *args: results

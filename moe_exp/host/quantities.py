@@ -7,7 +7,7 @@ from moe_exp.host import files
 
 
 def count_text(value: float) -> str:
-    """Number of tokens or parameters with four digits: 16384 is `16.38K`, 3e9 is `3B`."""
+    """Number of tokens or parameters with at most four digits: 16384 is `16.38K`, 3e9 is `3B`."""
     return files.count_text(value, 4) if math.isfinite(value) else "–"
 
 

@@ -375,7 +375,7 @@ def _has_hung() -> bool:
 
 @contextmanager
 def _quiet_if_explained() -> Iterator[None]:
-    """Silences torchrun's log of terminated ranks if a hang or a reported exit code explains their end."""
+    """Silences torchrun's messages about ended ranks if a hang or a reported exit code explains the exits."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.disabled
     logger.disabled = before or _has_hung() or reported_exit_code() is not None

@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Losses of a run, or mean losses of several runs in their common range; `at`: positions on each axis."""
+    """Losses of a run, or mean losses of several runs in their common range; `at`: x values per x-axis."""
 
     at: Mapping[str, Floats]
     loss: Floats
@@ -95,8 +95,8 @@ def loss_unit(runs: Sequence[RunRecords]) -> str | None:
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
     """Mean of the finite `values` in (x - window, x], weighted by record length in x. `x` must increase.
 
-    A window consists of one or more whole records. The mean is NaN while all records so far cover less than
-    `window`, and where a window has no finite value.
+    A window consists of one or more whole records. The mean is NaN until the records cover a whole `window`,
+    and for each window without a finite value.
     """
     finite = np.isfinite(values)
     # differences of running sums compute the windows of all records in one pass
@@ -320,8 +320,8 @@ def is_validated_alike(runs: Sequence[RunRecords]) -> bool:
 def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
     """Settings in which runs differ: the name of each, and its value in every run as text.
 
-    `(unknown)` stands for a setting that the run does not have, `–` for an MoE setting of a dense run. If
-    runs of both kinds are compared, the list includes each MoE setting that an MoE run changes from its
+    `(unknown)` stands for a setting that the run does not have, and `–` for an MoE setting of a dense run.
+    If runs of both kinds are compared, the list includes each MoE setting that an MoE run changes from its
     default, and always NUM_EXPERTS, TOPK and MOE_TYPE.
     """
     rows = []

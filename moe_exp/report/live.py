@@ -36,7 +36,7 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
     """Shows runs until all have ended. Waits for runs that do not exist yet. Ctrl-C raises KeyboardInterrupt.
 
     Args:
-        paths: run folders or their metrics.jsonl. Duplicates are shown once. Other paths raise ConfigError.
+        paths: run folders or their metrics.jsonl; other paths raise ConfigError. Duplicates are shown once.
         once: print the state once and return; always true if `console` is not a terminal.
         seconds: polling interval.
     """

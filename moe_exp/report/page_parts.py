@@ -194,8 +194,8 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
 def cost_html(
     views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
 ) -> str:
-    """Table of each run's cost to reach `loss`, which the page's script can change. If `is_common`, `loss`
-    is the lowest loss that all runs reach.
+    """Table of each run's cost to reach `loss`. The page's script can change this loss. If `is_common`,
+    `loss` is the lowest loss that all runs reach.
     """
     if unit is None:
         note = "The tokenizers differ and bits per byte are not known, so losses cannot be compared."
@@ -250,7 +250,7 @@ _EXPERT_CHARTS = (
 
 
 def experts_html(runs: Sequence[RunRecords]) -> str:
-    """Frame for the heatmaps and expert curves, and for each run a table with one row per layer."""
+    """Frame for the heatmaps and expert curves; also one table per run, with one row per layer."""
     with_experts = [run for run in runs if run.load.layers]
     if not with_experts:
         return '<p class="note">No run has records of expert load.</p>'

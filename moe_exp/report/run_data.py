@@ -130,8 +130,8 @@ class LoadHistory:
 
         Returns:
             For C columns, L layers and E experts: each column's first and last iteration [C, 2]; the load
-            [C, L, E] relative to the fair share tokens*k/E; a dict from each of LAYER_KEYS to its means
-            [C, L] over each column's records (NaN if no record has a value).
+            [C, L, E] relative to the fair share tokens*k/E; a dict that maps each key in
+            LAYER_KEYS to the means [C, L] over a column's records (NaN if no record has a value).
         """
         used = np.flatnonzero(np.isfinite(self._bounds[:, 0]))
         parts = np.array_split(used, min(most, len(used)))

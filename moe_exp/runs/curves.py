@@ -184,7 +184,7 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
     """Draws panels for losses, throughput and expert balance, with one line per run.
 
     For several seeds, the line is their mean, and a band shows the lowest and highest values. Mean and band
-    end at the last point that all seeds have reached. Loss panels have the marks of `marks_of`.
+    end at the last point that all seeds have reached. Loss panels mark the events that `marks_of` finds.
 
     Args:
         runs: maps a run's name to a list with one item per seed: the records of this seed.

@@ -1,4 +1,4 @@
-"""Models of several sizes for `moe-exp mup`: growth of outputs with size, and best learning rates.
+"""For `moe-exp mup`: resizes models, computes how outputs grow with size, and finds best learning rates.
 Does not import torch: the caller passes the training function.
 """
 

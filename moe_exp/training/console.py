@@ -101,7 +101,7 @@ class _Lines(logging.Formatter):
     """Puts time, host name, rank and device before warnings and errors; optionally puts the time before INFO.
 
     INFO records with the attribute `bare` get no prefix. If a record has the attribute
-    `on_terminal`, a terminal shows this shorter text.
+    `on_terminal`, a terminal shows the attribute's shorter text.
     """
 
     def __init__(self, rank: int, *, with_time: bool, is_terminal: bool):

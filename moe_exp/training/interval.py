@@ -205,7 +205,7 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Returns mean losses over MoE layers (balancing, z-loss, AUX_LOSS_TYPE), and a record per layer."""
+        """Returns the mean of each router loss over the MoE layers, and a record per MoE layer."""
         config = self.config
         if not config.use_moe:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
@@ -326,8 +326,8 @@ class RankTimes:
     """This rank's own seconds in each of RANK_PHASES, exchanged every SLOW_RANK_EVERY iterations.
 
     Own time excludes waits for other ranks. On a GPU, own time includes the collectives of tensor and expert
-    parallelism and of the optimizer; a CUDA graph counts as phase forward. The host reads the GPU events of
-    a phase one iteration later, so that the host does not wait (not measured on a GPU yet).
+    parallelism and of the optimizer; the time of a CUDA graph counts as `forward`. The host reads the GPU
+    events of a phase one iteration later, so that the host does not wait (not measured on a GPU yet).
     """
 
     def __init__(self, config: Config, runtime: Runtime, model: Sequence[Any]):

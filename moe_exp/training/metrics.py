@@ -76,7 +76,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         self, progress: Progress, lm_loss: float, *, ema_lm_loss: float | None = None,
         bytes_per_token: float | None = None,
     ) -> None:  # fmt: skip
-        """Writes a valid record. Losses are in nats per token; `bytes_per_token` counts UTF-8 bytes."""
+        """Writes a validation record. Losses are in nats per token; `bytes_per_token` counts UTF-8 bytes."""
         record: Record = {
             "kind": "valid",
             **{name: getattr(progress, name) for name in ("iteration", *_CONSUMED)},

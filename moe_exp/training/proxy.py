@@ -62,8 +62,8 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
 
     Returns:
         For each step from 0, a dict from module name to (mean absolute output, mean absolute change since
-        step 0), averaged over layers. The router and the output layer have smaller initial weights in wider
-        models, so their change includes only the effect of updates to their own weights.
+        step 0), averaged over layers. For the router and the output layer, the change is only the effect of
+        updates to their own weights, because their initial weights are smaller in wider models.
     """
     proxy = Proxy(config)
     # always the same micro-batch, so that only the weights change between two recordings

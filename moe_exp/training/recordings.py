@@ -171,7 +171,7 @@ class DumpedTensor:
 
 
 def compare_dumps(a: Path, b: Path) -> Comparison:
-    """Compares two dump files, or same-named files in two folders. Raises ValueError if it cannot."""
+    """Compares two dump files, or same-named files in two folders. Raises ValueError for unusable paths."""
     if a.is_dir() != b.is_dir():
         kind = "folder" if a.is_dir() else "file"
         raise ValueError(f"A={a}: is a {kind}, but B={b} is not. Fix: give two files or two folders.")

@@ -106,7 +106,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict
 
 
 class _Held(NamedTuple):
-    """One rank's fingerprints by kind and name; `_sums_of_all` returns one sum per kind, with name ''."""
+    """One rank's fingerprints by kind and name. `_sums_of_all` stores one sum per kind under the name ''."""
 
     host: str
     problems: list[str]  # of the parameter groups
@@ -418,7 +418,7 @@ _LEAST_BOUND, _MOST_BOUND = 1e-3, 0.1
 
 
 def _gaps(own: Tensor, other: Tensor) -> Tensor:
-    """Relative differences between gradient norms, one per parameter; for bit sums, 0 if equal, 1 if not."""
+    """Per parameter: relative difference of two gradient norms, or whether two bit sums differ (0 or 1)."""
     if own.dtype == torch.int64:
         return (own != other).double()
     # small norms against the root mean square of all

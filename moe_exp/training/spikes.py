@@ -76,7 +76,7 @@ class Baseline:
         return max(_MAD_TO_SIGMA * mad, self.floor, self.relative_floor * abs(self.level or 0.0))
 
     def z(self, value: float) -> float:
-        """How far `value` is above the level, in units of the spread; 0 with fewer than FEWEST departures."""
+        """How far `value` is above the level, in units of the spread; 0 until there are FEWEST departures."""
         level = self.level
         return 0.0 if level is None or len(self.departures) < FEWEST else (value - level) / self.spread
 

@@ -130,8 +130,8 @@ _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 @dataclass(frozen=True)
 class Blame:
-    """Equal faults on one host, rank and device. `where` has this place and the time of the first fault.
-    `last` is the time of the latest fault, or '' if no time is known.
+    """Equal faults on one host, rank and device. `where` has the host, rank, device and time of the first
+    fault. `last` is the time of the latest fault, or '' if no time is known.
     """
 
     fault: Fault

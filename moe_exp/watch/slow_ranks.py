@@ -39,8 +39,8 @@ _LOADED_SECONDS = 60.0  # for which a rank has to be slow there
 
 
 def differences(table_RN: Floats, works: Sequence[str]) -> Floats:
-    """Compares each rank with the median of its peers. Returns the difference in each of COLUMNS (for
-    `variance`, the sum). The last column is the log ratio of the times without waiting (sums over PHASES).
+    """Compares each rank with the median of its peers. Returns the differences in COLUMNS (variances are
+    added). The last column is the log ratio of the times without waiting (sums over PHASES).
     """
     own_R1 = table_RN[:, : len(PHASES)].sum(axis=1, keepdims=True)
     values_RN = np.concatenate([table_RN, np.log(np.maximum(own_R1, 1e-9))], axis=1)
@@ -66,8 +66,8 @@ def median_of_others(values_RN: Floats) -> Floats:
 
 def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int, dict[str, Any]]:
     """Slow ranks in the last samples, each with its slowest `phase` and slowdown `factor`. `gaps_SRN`
-    and `ratios_SR` come from `differences`. For a rank without peers, the caller first subtracts the median
-    of the rank's past. `share_R`: the variance of that median divided by the variance of one sample.
+    and `ratios_SR` come from `differences`. If a rank has no peers, its past median has been
+    subtracted from its values. `share_R`: variance of that median divided by the variance of one sample.
     """
     slow: dict[int, dict[str, Any]] = {}
     is_slow_now_R = np.median(ratios_SR[-_LENGTHS[0] :], axis=0) > _LEAST

@@ -1,8 +1,8 @@
 """Save interval and disk space of a run: `moe-exp watch storage`. Does not import torch.
 
 The formulas are in planner/costs/saves.py. With ASYNC_SAVE, training waits for less than the duration d of a
-save, and a failure during a save loses that save. The formulas count both the wait and the lost save as d,
-which is an upper bound.
+save, and a failure during a save loses that save. For the wait and for the lost save, the formulas use the
+upper bound d.
 """
 
 import math

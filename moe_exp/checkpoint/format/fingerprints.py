@@ -61,7 +61,7 @@ TensorPiece = tuple[str, Tensor, Sequence[int]]
 
 @torch.no_grad()
 def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Fingerprint sum (an int64 scalar, modulo 2^64) of `values`, which start at `offsets` in a tensor."""
+    """Fingerprint sum (int64 scalar, modulo 2^64) of `values`, the piece of a tensor at index `offsets`."""
     values = values.detach().view(_BITS.get(values.element_size(), torch.uint8))
     while values.dim() < 2:
         values, offsets = values[None], (0, *offsets)
@@ -109,7 +109,7 @@ _kept_weights = lru_cache(128)(axis_weights)
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Returns a fingerprint's name and offsets. If layers are stacked, the layer offset is in the name."""
+    """Returns a fingerprint's name and offsets. For stacked layers, the layer offset moves to the name."""
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)

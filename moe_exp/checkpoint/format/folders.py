@@ -340,9 +340,9 @@ def checkpoints_folder(path: Path) -> Path | None:
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]:
     """Returns the size (bytes) of each checkpoint that no rule of `which_to_remove` keeps. `path` is a
-    checkpoints folder or a run folder. The checkpoint in latest_checkpointed_iteration.txt is always kept, as
-    the first of the `last` newest checkpoints. ValueError if the folder has no checkpoints, if `last` < 1, or
-    if `best` > 0 and no checkpoint has a validation loss.
+    checkpoints folder or a run folder. The checkpoint in latest_checkpointed_iteration.txt counts as the
+    newest and is always kept. ValueError if the folder has no checkpoints, if `last` < 1, or if `best` > 0
+    and no checkpoint has a validation loss.
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:

@@ -1,10 +1,11 @@
 """Accesses a checkpoint's tensors by layer and expert, whatever Megatron key style it uses (see keys.py).
 
-A logical tensor has the same name in every style: `decoder.layers.3.self_attention.linear_qkv.weight`,
-`decoder.layers.3.mlp.experts.5.linear_fc1.weight` [W, D] with the gate as the first half of W, and
-`decoder.layers.3.pre_mlp_layernorm.weight` for the norm before every MLP, dense or MoE. Tensors outside
-layers keep their keys. A logical tensor is a box (index ranges) of one stored tensor, or two joined
-boxes (gate and up projection). It can be read without reading other tensors.
+A logical tensor has the same name in every style, such as
+`decoder.layers.3.self_attention.linear_qkv.weight`. In `decoder.layers.3.mlp.experts.5.linear_fc1.weight`
+[W, D], the gate is the first half of W. The norm before an MLP, dense or MoE, is
+`decoder.layers.3.pre_mlp_layernorm.weight`. Tensors outside layers keep their keys. A logical tensor is a
+box (index ranges) of one stored tensor, or two joined boxes (gate and up projection). It can be read without
+reading other tensors.
 
 The optimizer states `param` (fp32 main weights), `exp_avg`, `exp_avg_sq` and `ema` (moving average of the
 weights) have the same names as their weights.
@@ -42,7 +43,7 @@ _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box (index ranges) of a stored tensor, of size 1 in the first `num_leading` axes (layer, expert)."""
+    """Index ranges of a stored tensor; the first `num_leading` ranges (layer, expert) have length 1."""
 
     stored: StoredTensor
     offsets: tuple[int, ...]
@@ -107,7 +108,7 @@ def weight_keys(keys: Iterable[str]) -> list[str]:
 
 
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
-    """Returns two flags: separate keys per layer; separate keys per expert or half of a gated projection."""
+    """Returns whether layers have separate keys, and whether experts (or gate and up) have separate keys."""
     keys = list(weights)
     return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 

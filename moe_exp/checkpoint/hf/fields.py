@@ -44,7 +44,7 @@ class FieldRule:
 def field_rule(
     *names: str, write: Callable[[Config], dict[str, Any]], traits: Traits | None = None
 ) -> Callable[[Callable[[Fields], Settings]], FieldRule]:
-    """Decorator that builds the FieldRule of the fields `names` from the function that reads them."""
+    """Decorator: turns a function that reads the fields `names` into the FieldRule of these fields."""
     return lambda read: FieldRule(names, read, write, traits or {})
 
 
@@ -258,8 +258,8 @@ def last_layer_is_moe(fields: Fields) -> Settings:
 
 def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> FieldRule:
     """Rule for a field that lists the kind of each layer. If the field is missing, the first
-    `num_dense(fields)` layers are dense. Without `num_dense`, only the first layer is dense: transformers
-    ignores first_k_dense_replace, although other software uses it.
+    `num_dense(fields)` layers are dense. Without `num_dense`, only the first layer is dense, as in
+    transformers (which ignores first_k_dense_replace, unlike other software).
     """
 
     def read(fields: Fields) -> Settings:

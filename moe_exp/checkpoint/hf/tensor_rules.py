@@ -2,10 +2,10 @@
 
 Letters are sizes: D hidden, V vocabulary, Q all query heads, K all key heads, W all value heads, H one head,
 h number of query heads, O all attention outputs (h times the size of a value head), F dense MLP, f one
-expert, S the shared expert, E number of experts. Gate and up together have size G = 2f or T = 2S. With
-multi-head latent attention, A is the rank of compressed queries and B the rank of compressed keys; R is B
-plus the rotary part of a key; N is all queries; M is all values plus all keys without the rotary part; O is
-all values.
+expert, S the shared expert, E number of experts. Gate and up together have size G = 2f in an
+expert and T = 2S in the shared expert. With multi-head latent attention, A is the rank of compressed queries
+and B the rank of compressed keys; R is B plus the rotary part of a key; N is all queries; M is all values
+plus all keys without the rotary part; O is all values.
 
 Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours"), all reversible:
 
@@ -120,7 +120,7 @@ def joined_shape(join: str, parts: list[tuple[int, ...]], config: Config) -> tup
 
 
 def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
-    """Joins Hugging Face tensors into ours."""
+    """Joins Hugging Face tensors into one of ours."""
     if join == "plain":
         return parts[0]
     if join == "padded":

@@ -4,9 +4,9 @@ its weights. Also writes the weighted average of several checkpoints.
 The new checkpoint has one chunk per layer and expert. Memory holds one new chunk and recent source chunks.
 
 Averaging the last checkpoints of a constant-learning-rate run can replace learning rate decay (Tian et al.
-2025, WSM, arXiv 2507.17634). Let c_0 ... c_k be the weights of checkpoints t_0 ... t_k. Their average is t_0
-plus all later updates; the update from t_{i-1} to t_i is scaled by w_i = c_i + ... + c_k. A decay
-w_1 >= ... >= w_k therefore corresponds to the weights c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
+2025, WSM, arXiv 2507.17634). Let c_0 ... c_k be the averaging weights of checkpoints t_0 ... t_k. The
+average is t_0 plus all later updates; the update from t_{i-1} to t_i is scaled by w_i = c_i + ... + c_k.
+A decay w_1 >= ... >= w_k thus corresponds to the weights c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
 """
 
 import math

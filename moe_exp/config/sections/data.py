@@ -178,7 +178,7 @@ class DataSettings(OptimizerSettings):
         self: _Settings, consumed: int = 0, skipped: Sequence[tuple[int, int]] = (),
         begun: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[_Settings, list[str]]:  # fmt: skip
-        """Moves stages with from_tokens to a batch start; returns new settings and a message per moved stage.
+        """Rounds stages' from_tokens up to a batch start; returns new settings and a message per moved stage.
 
         `consumed`, `skipped`: see `stage_begin_problems`. `begun`: stages that have begun and do not move.
         """

@@ -15,7 +15,7 @@ from moe_exp.config.traits import experts, model
 
 
 class ExpertSettings(RouterSettings):
-    """Settings of the section Mixture of experts, from MOE_TYPE on."""
+    """Settings of the section Mixture of experts: MOE_TYPE and the settings after it."""
 
     moe_type: Literal["moe", "dmoe"] = experts(
         "dmoe", "type of the MoE layers; moe: experts drop tokens above their capacity; dmoe: dropless"

@@ -103,8 +103,8 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
     Keeps an existing index: conversion tasks may be reading it, and building an index may need the network.
 
     Returns:
-        The totals `num_texts`, `num_ngrams` and `num_short` (texts of fewer than NGRAM_WORDS words, which
-        cannot be found in documents), and in `tasks` the same counts for each task.
+        The totals `num_texts`, `num_ngrams` and `num_short`, and `tasks` with these counts for each task.
+        `num_short` counts texts of fewer than NGRAM_WORDS words, which cannot be found in documents.
 
     Raises:
         ValueError: a benchmark has no text of NGRAM_WORDS or more words; see also `Benchmark.texts`.

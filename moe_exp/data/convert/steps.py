@@ -1,8 +1,8 @@
 """First step (reader) and last step (writer) of a datatrove pipeline. Their counts reveal lost documents.
 
 A datatrove step is any callable that takes documents, rank and world size. These steps, and the filters
-between them, are plain classes that can be pickled; they create datatrove's own objects only in the
-process that runs the pipeline.
+between them, are plain classes that can be pickled. datatrove's own objects are created only in the process
+that runs the pipeline.
 """
 
 import base64

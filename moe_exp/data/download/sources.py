@@ -44,7 +44,7 @@ _MODEL_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinj
 
 @dataclass(frozen=True)
 class Source:
-    """A Hub dataset, local files (`path`), files in an object store (`url`), or the standard library."""
+    """A Hub dataset, local files (`path`), files in an object store (`url`), or Python's standard library."""
 
     name: str  # prefix of its folders and files
     description: str

@@ -277,7 +277,7 @@ def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
 
 
 def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
-    """For each document, the number of full samples and the remainder's length (0, or 2 to seq_len)."""
+    """Per document: number of full samples, and length of the remainder (0 if it predicts no token)."""
     num_full, predicted = np.divmod(np.maximum(lengths - 1, 0), seq_len)
     return num_full, np.where(predicted > 0, predicted + 1, 0)
 

@@ -278,8 +278,8 @@ def future_batch(
         `future_tokens`, int64 [B, S, K+1]: the tokens 1 to K+1 positions ahead, or 0 beyond the end of the
         sample. Layer k reads the token k positions ahead and predicts the token k+1 positions ahead.
         `future_mask`, float32 [B, S, K]: 1 or 0 for each position i and layer k. It is 1 if the predicted
-        token exists and counts in `loss_mask`, and the tokens at i and i+k are in the same document according
-        to `position_ids`.
+        token exists, `loss_mask` counts this token, and the tokens at i and i+k belong to the same document
+        (by `position_ids`).
     """
     num_tokens = batch["tokens"].size(1)
     ahead = torch.nn.functional.pad(tokens_BS1[:, 1:], (0, depth)).to(batch["tokens"].device)
@@ -357,7 +357,7 @@ def skipped_from(
 
 
 class SkippingSamples:
-    """The samples in `samples` without the `skipped` ranges. They are numbered in the order of consumption.
+    """The samples in `samples` without the `skipped` ranges, numbered in the order of consumption.
 
     `length`: number of samples of a finite stream (as in Megatron's order); None for an endless stream. A
     finite stream repeats its first samples at the end to make up for the skipped ones.

@@ -203,7 +203,7 @@ def begun_stages(stages: _Stages, next_sample: int) -> list[dict[str, Any]]:
 
 
 def _other_stage(ours: _Stages, theirs: _Stages, checkpoint: str, next_sample: int) -> str:
-    """First difference between this run and a checkpoint in stages that have begun; empty if they agree."""
+    """First difference between the begun stages of this run and of a checkpoint; empty if they agree."""
     # Only stages that have begun are compared: later ones may change.
     begun = (begun_stages(stages, next_sample) for stages in (ours, theirs))
     for number, (mine, other) in enumerate(zip_longest(*begun), 1):

@@ -133,7 +133,7 @@ def shuffle_documents(
 
 
 def _default_memory(execution: Execution, tasks: int) -> int:
-    """Memory budget of a task: a share of this machine's free memory, or of the memory of its cluster job."""
+    """Memory budget of a task: a share of this machine's free memory, or of the cluster job's memory."""
     if execution.executor == "local":
         all_bytes = available_memory_bytes() // 4
         return max(SMALLEST_MEMORY_BYTES, all_bytes // min(tasks, num_workers(execution)))

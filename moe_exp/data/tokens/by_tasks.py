@@ -1,5 +1,5 @@
-"""Tokenization with datatrove's executors, on one or many machines. The output is byte for byte that of one
-process. Until the files are published, the tokens are stored on disk twice.
+"""Tokenization with datatrove's executors, on one or many machines. The output is identical, byte for byte,
+to that of one process. Until the files are published, the tokens are stored on disk twice.
 Each part has three files, and each task has two:
 
     part.000012.bin  .lengths  .json        made/00003.json        joined/00003.json

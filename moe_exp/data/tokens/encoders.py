@@ -1,11 +1,10 @@
 """Encoders from texts to token ids: the tokenizer's own package, or gigatoken if it gives the same ids.
 
-gigatoken 0.10 and tokenizers 0.23 use different Unicode versions. Therefore only one of the two packages
-splits 359 of about 260,000 code points (letters and digits added in Unicode 17) from their neighbors. Whether
-such a difference changes the ids depends on the tokenizer's merges, so testing a sample of texts is not
-enough. Instead, both packages encode each non-ASCII character once with a vocabulary whose ids show where the
-text is split. If the two packages split any character of a document differently, the tokenizer's own package
-encodes this document.
+gigatoken 0.10 and tokenizers 0.23 use different Unicode versions, so they split text differently at 359 of
+about 260,000 code points (letters and digits added in Unicode 17). Whether such a difference changes the ids
+depends on the tokenizer's merges, so testing a sample of texts is not enough. Instead, both packages encode
+each non-ASCII character once with a vocabulary whose ids show where the text is split. If the two packages
+split any character of a document differently, the tokenizer's own package encodes this document.
 """
 
 import os
@@ -48,9 +47,9 @@ _SPLIT_TEMPLATE, _SPLIT_NEIGHBOURS = "aCa1C1!C! C \nC\n", "a1! \n"
 
 
 class CheckedGigatoken:
-    """Encodes documents with gigatoken. If the tokenizer's own package (`own`) splits any character of a
-    document differently, that package encodes the document. Raises ValueError if gigatoken cannot load the
-    tokenizer.
+    """Encodes documents with gigatoken. If the tokenizer's own package (`own`) splits text differently
+    around any character of a document, that package encodes the document. Raises ValueError if gigatoken
+    cannot load the tokenizer.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -203,7 +202,7 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
 
 
 def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
-    """Copy of the tokenizer with a vocabulary whose ids show the splits; None if it is not byte-level BPE."""
+    """Copy of a byte-level BPE tokenizer, with a vocabulary whose ids show the splits; None for others."""
     content = orjson.loads(tokenizer.content) if tokenizer.kind == "huggingface" else {}
     if b'"ByteLevel"' not in orjson.dumps(content.get("pre_tokenizer")) or content["model"]["type"] != "BPE":
         return None

@@ -202,7 +202,7 @@ def _hash(data: bytes) -> bytes:
 
 
 def open_remote(prefix: str, dtype: np.dtype[Any]) -> RemoteTokens | None:
-    """Tokens of a prefix in a store; None if the prefix is local or missing."""
+    """Tokens of a prefix in an object store; None if the tokens are local or do not exist."""
     return RemoteTokens(prefix, remote, dtype) if (remote := _remote_of(prefix)) else None
 
 

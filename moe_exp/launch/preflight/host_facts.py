@@ -94,7 +94,7 @@ def own_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def planned_hosts(num_nodes: int, given: str = "", environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Hosts in `given` (default: SLURM_JOB_NODELIST), by NODE_RANK; empty if there are not `num_nodes`."""
+    """Hosts in `given` (default: SLURM_JOB_NODELIST), in NODE_RANK order; [] unless there are `num_nodes`."""
     # a list of another length belongs to another job or has a typo: better no names than wrong ones
     hosts = expanded_hosts(given or environ.get("SLURM_JOB_NODELIST", ""))
     return hosts if len(hosts) == num_nodes else []

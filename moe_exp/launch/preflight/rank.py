@@ -31,7 +31,7 @@ _JOIN_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class _Rank:
-    """This rank's connection to other ranks, and its results, which each step first writes to a file."""
+    """This rank's connection to other ranks, and its results. Each step starts by writing them to a file."""
 
     def __init__(self, config: Config):
         self.config = config

@@ -40,7 +40,7 @@ class _Meeting:
 
 
 class Server:
-    """Server of node 0, or the door of any node: a server that only lets other nodes test the connection.
+    """Server of node 0, or, on any node, a server to which other nodes only test the connection.
     Raises OSError if the port is not available.
     """
 

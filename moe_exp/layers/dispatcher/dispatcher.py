@@ -62,7 +62,7 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Tokens and their routing. All experts are on this rank and gather their rows themselves."""
+    """Tokens and their routing. All experts are on this rank and process the tokens directly."""
 
     x_TD: Tensor
     decision: RoutingDecision

@@ -109,7 +109,7 @@ class Experts(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, inputs: Dispatched | RoutedTokens) -> Tensor:
-        """Weighted outputs of rows [R, D] or, for RoutedTokens, the sum of each token's outputs [T, D]."""
+        """For Dispatched, each row's weighted output [R, D]; for RoutedTokens, the sum per token [T, D]."""
         # The only entry point, so that hooks of wrappers run (Megatron's overlapped parameter gather, FSDP2).
         if not isinstance(inputs, RoutedTokens):
             return self._of_rows(inputs)

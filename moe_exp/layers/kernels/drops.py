@@ -18,7 +18,7 @@ _BLOCK_ROWS = 4096  # rows of one expert per step; one expert may have all rows
 
 @jit
 def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
-    """Keeps one expert's slots of largest weight; a radix selection with 8-bit digits finds these slots."""
+    """Keeps the slots with the largest weights of one expert, by a radix selection with 8-bit digits."""
     expert = tl.program_id(0)
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     limit = tl.load(limits + expert).to(tl.int32)

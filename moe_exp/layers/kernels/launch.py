@@ -85,7 +85,7 @@ def and_more(problems: Sequence[str]) -> str:
 def choose_routing(
     name: str, *, device_type: str, router_problem: str = "", failure: str = ""
 ) -> tuple[str, str]:
-    """Chooses `triton` or `torch` for routing, drops and row order; returns the choice and the reason.
+    """Chooses `triton` or `torch` for the router, row order and drops; returns the choice and the reason.
 
     Args:
         name: `auto`: kernels on a GPU that can run them; `off`: always plain torch.

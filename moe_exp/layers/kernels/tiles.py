@@ -12,7 +12,7 @@ from moe_exp.layers.kernels.launch import jit, tl
 
 @jit
 def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Cumulative sum of the experts' numbers of row tiles, [BLOCK_E]. An expert without rows has no tile."""
+    """Number of row tiles up to and including each expert, [BLOCK_E]. An expert without rows has no tile."""
     # Each program finds the expert of its row tile from the offsets, in registers. So nothing needs to be
     # counted in advance for each tile size, and the host never waits for the number of tiles.
     expert = tl.arange(0, BLOCK_E)
@@ -132,7 +132,7 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
 
 @jit
 def linear_unit(up, ACTIVATION: tl.constexpr):
-    """Factor of the activated gate: `up`, which clamped_swiglu clamps and shifts."""
+    """Factor that multiplies the activated gate: `up`, clamped and shifted if clamped_swiglu."""
     if ACTIVATION == "clamped_swiglu":
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
     return up

@@ -352,8 +352,8 @@ def tuned(
             returns a dict of block shapes; the keys are the names of the descriptor arguments. TMA=1
             requires 2-byte values.
         library: PyTorch function that computes the same result from a dict of the positional arguments.
-            This function becomes the last config. Callers set the kernel argument HAS_LIBRARY if `library`
-            supports the operands.
+            A last config, LIBRARY=1, selects this function. Callers set the kernel argument HAS_LIBRARY if
+            `library` supports the operands.
     """
     # Without `is_trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
 

@@ -167,7 +167,7 @@ def up_projection(
         weight1_LWD: in PyTorch's (out, in) order, gate half first.
         token_R: int32, token of each row; T for a padding row, whose result is zero.
         weights_R: fp32, router weight of each row.
-        bias1_LW: b1 in the dtype of x; None: 0.
+        bias1_LW: b1 in the dtype of x; None: no bias.
         keeps_hidden: whether to write hidden, for backward.
 
     Returns:

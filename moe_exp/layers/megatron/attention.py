@@ -43,7 +43,7 @@ class KeyValueCache:
         self._keys = self._values = torch.empty(0)
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes key and value [S, B, G, d] after the `length` tokens kept; only `advance` changes `length`.
+        """Writes key and value [S, B, G, d] from position `length` on; only `advance` changes `length`.
 
         Returns:
             Views [length + S, B, G, d] of the cached keys and values. Keys and values may differ in d.

@@ -80,7 +80,7 @@ def check_fields(config: TransformerConfig) -> None:
 
 
 def check_attention(config: TransformerConfig) -> None:
-    """Raises a ValueError if a field has a value that Megatron's attention and norm support, but not ours."""
+    """Raises ValueError if this spec's attention or norm does not support a field's value (Megatron's do)."""
     window = getattr(config, "window_size", None) or (0, 0)
     usual = _OF_ATTENTION | {"window_size": (None, (max(window[0], 0), 0))}
     for name, supported in usual.items():

@@ -132,7 +132,7 @@ class RestartingPositions(nn.Module):
         return documents or self.rotary.get_rotary_seq_len(context, transformer, inputs, config, **options)
 
     def forward(self, positions: Any, *args: Any, **options: Any) -> Any:
-        """Angles: [S, B, 1, d] for `Documents`, else [positions, 1, 1, d]. With YaRN, also YaRN's factor."""
+        """Angles: [S, B, 1, d] for `Documents`, else [positions, 1, 1, d]. With YaRN: (angles, factor)."""
         if not isinstance(positions, Documents):
             return self.rotary(positions, *args, **options)
         found = self.rotary.get_emb(max(map(max, positions.lengths)))

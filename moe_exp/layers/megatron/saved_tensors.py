@@ -65,7 +65,7 @@ class _Result:
 
 
 class _Handle(NamedTuple):
-    """A saved view of a norm's result."""
+    """Replaces a saved view of a norm's result."""
 
     result: _Result
     size: torch.Size
@@ -222,10 +222,10 @@ class ActivationOffload(ChunkHooks):
         to device    attention 2   experts 1     attention 1
 
     The device thus holds the tensors of two modules. The last module's tensors stay on the device until the
-    model chunk starts its next forward pass. If backward comes first, it need not copy them back.
+    model chunk starts its next forward pass. If backward comes first, these tensors need not be copied back.
 
     `modules`: names of OFFLOAD_MODULES. A storage is offloaded only if one of these modules is the first to
-    save it. If another module saved the storage before, it stays on the device anyway.
+    save it. If another module saves the storage first, that module keeps it on the device anyway.
     """
 
     def __init__(self, chunk: Any, modules: Collection[str]):  # of GPTModel

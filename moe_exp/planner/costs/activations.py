@@ -12,8 +12,8 @@ and t the tensor-parallel size. Each tensor is counted once, at the last operati
                      unfused, the result itself, which is counted only once
     norm, MLP        norm as above; w*h input, 2*w*f/t, and after the activation w*f/t (3*w*f/t if unfused)
     MoE, per token   w*h input, 4*E scores, K*(8+4) choice and weights
-    MoE, per row     w*h row, 2*w*f, and w*f after the activation; experts' results are not kept, as router
-                     weights multiply the activations; EXPERT_BACKEND=triton: 2*w*f, and w*h for remote rows
+    MoE, per row     w*h row, 2*w*f, and w*f after the activation; no expert results, as router weights
+                     multiply activations, not results; EXPERT_BACKEND=triton: 2*w*f, and w*h for remote rows
     latent size l    w*h input of the projection down, w*l input of the projection up, and another w*l if
                      the experts gather their rows themselves; rows are w*l instead of w*h
     loss             4*V/t probabilities in fp32, and w*V/t logits during the loss; CROSS_ENTROPY=triton:
@@ -169,7 +169,7 @@ class _Account:
         )  # fmt: skip
 
     def _moved(self, parts: Parts) -> Parts:
-        """Deletes offloaded modules (OFFLOAD_MODULES) from a layer's `parts`. Returns bytes by module."""
+        """Deletes offloaded modules (OFFLOAD_MODULES) from a layer's `parts`; returns each module's bytes."""
         parts_of = {
             "attention": ("attention",), "mlp": ("dense MLP",), "shared_expert": ("shared expert",),
             "experts": ("dispatch", "experts"),

@@ -109,7 +109,7 @@ class Device:
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Returns the time to move elements; `num_bytes`: bytes per 2-byte element, forward and backward."""
+        """Time to move elements. `num_bytes` (forward, backward): bytes moved per 2-byte element."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
 
@@ -133,7 +133,7 @@ class Group:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bandwidth of a ring that leaves each node once, over the network links of all its ranks there."""
+        """Bandwidth of a ring that leaves each node once, over the network links of its ranks in the node."""
         if self.in_node:
             return self.hardware.node_bytes_per_second
         network = self.hardware.network_bytes_per_second * self.hardware.network_share

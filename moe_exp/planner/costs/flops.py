@@ -18,13 +18,13 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
         12*B*S*L*h^2 * ((1 + g/n + S/(2*h)) * n*d/h + topk*ffn/(2*h) * (3 if gated, else 2) + V/(2*L*h))
 
     A multiply-add is two operations, and backward costs twice as much as forward. So a token costs 6 FLOPs
-    per weight that it uses. Only the half of the S^2 attention scores that the causal mask keeps is counted;
+    per weight that it uses. Of the S^2 attention scores, only the half kept by the causal mask is counted;
     until late 2024, Megatron-LM counted all S^2 (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in S/(2*h) is
     DOCUMENT_TOKENS; with SLIDING_WINDOW, it is the result of `attended_tokens`. With MOE_LATENT_SIZE=l,
     topk*ffn is multiplied by l/h, and the two projections of an MoE layer add 4*h*l per token in
-    forward. ATTENTION_GATE adds 2*h*n*d per token and layer in forward. Each of the MTP_NUM_LAYERS layers
-    adds a layer, an output layer, and a projection (4*h^2 in forward). Norms, softmax, router and recompute
-    are not counted here; Megatron-LM counts the norms of latent attention.
+    forward. ATTENTION_GATE adds 2*h*n*d per token and layer in forward. Each multi-token prediction layer
+    (MTP_NUM_LAYERS) adds a transformer layer, an output layer, and a projection (4*h^2 in forward). Norms,
+    softmax, router and recompute are not counted here; Megatron-LM counts the norms of latent attention.
 
     Args:
         batch_size: samples of SEQ_LEN tokens in the iteration (default: GBSZ).

@@ -198,7 +198,7 @@ def _core(job: PlannedJob, device: Device) -> Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """Cost of a layer's component or of the output layer, forward plus backward, for a rank's micro-batch."""
+    """A rank's forward plus backward cost per micro-batch, for a layer's component or the output layer."""
 
     name: str
     flops: float  # a multiply-add counts as two

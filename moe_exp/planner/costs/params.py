@@ -133,11 +133,12 @@ def optimizer_state_bytes(config: Config, hardware: Hardware | None = None) -> f
         sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
         muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
-    fp32 weights need no main weight. MAIN_PARAMS=remainder needs 2 bytes less; auto means remainder if the
-    AdamW kernel runs. 8-bit moments have an fp32 scale per block of 256 values, the block size of
-    bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861, section 2). Muon keeps one moment for matrices; the
-    embedding and output layer use Adam, with more bytes per parameter (`embedding_moment_bytes`). Norms and
-    routers are small, so they are counted as matrices. EMA_DECAY adds 4 bytes for the average of the weights.
+    fp32 weights need no main weight. With MAIN_PARAMS=remainder, a main weight takes 2 bytes; auto selects
+    remainder if the AdamW kernel runs. 8-bit moments have an fp32 scale per block of 256 values, the block
+    size of bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861, section 2). Muon keeps one moment for
+    matrices; the embedding and output layer use Adam, with more bytes per parameter
+    (`embedding_moment_bytes`). Norms and routers are small, so they are counted as matrices. EMA_DECAY adds
+    4 bytes for the average of the weights.
     """
     if config.offload_optimizer and not (hardware and hardware.is_cpu):
         return 0.0

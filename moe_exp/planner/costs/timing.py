@@ -52,7 +52,7 @@ class IterationTime:
 
     @property
     def bound(self) -> str:
-        """The largest component except `compute`. If it is at most a tenth of the total time: `compute`."""
+        """The largest component except `compute`; `compute` if no other exceeds a tenth of the total time."""
         others = {name: seconds for name, seconds in self.parts().items() if name != "compute"}
         name = max(others, key=others.__getitem__)
         return name if others[name] > self.total / 10 else "compute"

@@ -2,8 +2,8 @@
 
 A layout is a Config, so the rules of training apply to it. `Config.problems` is
 checked level by level (tensor and context parallelism, pipeline, experts, micro-batch), with sizes of later
-levels set to 1. A rejection at one level excludes all layouts of the later levels, so hundreds of checks
-cover millions of layouts.
+levels set to 1. If a level rejects its sizes, all layouts with these sizes are excluded, so hundreds of
+checks cover millions of layouts.
 """
 
 from __future__ import annotations

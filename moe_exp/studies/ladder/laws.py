@@ -74,7 +74,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Fit:
-    """Laws of all variants."""
+    """Scaling laws of all variants."""
 
     laws: dict[str, Law]  # fitted to the means over seeds
     draws: list[dict[str, Law]]  # fitted to each bootstrap draw

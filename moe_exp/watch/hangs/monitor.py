@@ -73,7 +73,7 @@ def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None)
 
 
 def elapsed_seconds(beat: Heartbeat, now: float, running_since: float) -> float:
-    """Seconds that a rank has spent in its iteration or phase. Only time while this process runs counts."""
+    """Seconds that a rank has spent in its iteration or phase. Pauses of this process do not count."""
     spent = beat.spent if beat.phase in ITERATION_PHASES else 0.0
     return spent + now - max(beat.since, running_since)
 

@@ -33,7 +33,7 @@ Security = Literal["tls", "starttls", "none"]
 
 
 class PartlySent(Exception):
-    """Raised if only some recipients got the message. Resending would not reach the other recipients."""
+    """Raised if the server refused some recipients. Resending is useless: they would be refused again."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Webhook:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: urllib would follow them without the message, but report success."""
+    """Refuses redirects: urllib would follow a redirect without sending the message, but report success."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -156,7 +156,7 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
 
 @dataclass
 class _Flags:
-    """Reads the channels and collects problems. Options that were not given are empty or None."""
+    """Reads alert channels from their settings and collects problems. Options not given are empty or None."""
 
     options: Mapping[str, Any]
     environ: Mapping[str, str]

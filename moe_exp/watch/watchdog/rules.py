@@ -193,7 +193,7 @@ def wall_seconds_left(sight: Sight) -> float | None:
 
 
 def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dict[str, str]:
-    """Unreported events (key to text), except events that explain the problem `failed`; updates `memory`."""
+    """Unreported events (key to text), except those that explain a "failed" in `found`; updates `memory`."""
     seen = memory.num_events
     # fewer than before: another run uses the folder now, so all are new
     new = view.events if seen is None or seen > len(view.events) else view.events[seen:]

@@ -238,7 +238,7 @@ def event_time(event: Record) -> float:
 
 
 def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float | None) -> int:
-    """Number of jobs that a run needs after the running one, which has `in_this_job` s to its time limit."""
+    """Number of jobs that a run needs after the running job, whose time limit is `in_this_job` s away."""
     if (beyond := left_seconds - in_this_job) <= 0:
         return 0
     return 1 if not limit_seconds else math.ceil(beyond / limit_seconds)

@@ -189,7 +189,7 @@ class RunCheck:
         return "unknown" in self.found
 
     def text(self) -> str:
-        """The section on this run in a message."""
+        """This run's section of a message to the channels."""
         lines = [f"{self.path}"]
         lines += [f"  PROBLEM: {text}" for text in all_texts(self.news)]
         lines += [f"  over: {text}" for text in all_texts(self.over)]
