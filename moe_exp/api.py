@@ -256,7 +256,7 @@ def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
     """Returns a DataFrame with a row per record. Columns are `keys`, followed by the records' other fields.
-    Columns of only numbers have a float or int dtype, even if all values are null or a value exceeds int64.
+    Columns of only numbers and nulls have a float or int dtype, even if all are null or some exceed int64.
     """
     pandas = _package("pandas", extra="analysis")
     # always include the known columns, which a run that just started may lack

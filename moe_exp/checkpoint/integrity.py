@@ -92,8 +92,8 @@ def _first_whole(path: Path, candidates: Sequence[Path], damage_of: Callable[[Pa
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
     """Checks a checkpoint's small files. Returns the damage in one line (empty if intact), and the manifest's
-    file entries. Megatron-LM writes no manifest: for its checkpoints, compares file sizes with `.metadata`
-    and returns no entries. Raises NewerFormatError if a newer version of this package wrote the checkpoint.
+    file entries. Megatron-LM writes no manifest; instead, its file sizes are compared with `.metadata`, and
+    there are no entries. Raises NewerFormatError if a newer version of this package wrote the checkpoint.
     """
     try:
         manifest = Manifest.read(folders.existing(folder))

@@ -145,7 +145,7 @@ def _load_model(state: dict[str, Any], trained: Trained, reader: CheckpointReade
 def compare_restored(
     runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
-    """Compares the loaded model and optimizer state with the fingerprints in their iter_ folder, using one
+    """Compares the loaded model and optimizer state with the fingerprints in the iter_ `folder`. Uses one
     all-reduce. Returns the number of tensors compared. Raises RestoreError on every rank if a tensor differs.
     `converted`: the moments as read from the checkpoint, if the optimizer keeps them in bf16 or 8 bits. If
     `converted` is None, the optimizer state is not compared.

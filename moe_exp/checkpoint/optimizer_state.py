@@ -1,4 +1,4 @@
-"""Represents optimizer state as shards of whole tensors: each rank reads and writes only the values it owns.
+"""Represents optimizer state as whole tensors cut into shards: each rank accesses only its own shards.
 
 For each parameter with key K, a checkpoint stores the following fp32 tensors with the parameter's shape:
 `optimizer.state.param.K` (main weights), the moments (Adam: `optimizer.state.exp_avg.K` and
@@ -61,7 +61,7 @@ class Owned:
 
 
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
-    """Yields this rank's state of each parameter, from every optimizer in the chain `optimizer`."""
+    """Yields this rank's state of each parameter in all of `optimizer`'s chained optimizers."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue

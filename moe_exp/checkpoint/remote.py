@@ -222,7 +222,7 @@ def fetch_load_dir(config: Config) -> Path:
 def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     """Downloads the newest complete checkpoint from a checkpoints, run or iter_ folder in a store. A second
     call resumes an interrupted download. Returns the local iter_ folder. Raises ValueError if the store has
-    no checkpoint, the disk lacks space, or downloaded files are damaged (damaged files are removed).
+    no checkpoint, if the disk lacks space, or if downloaded files are damaged. Removes damaged files.
     """
     store, iteration = find_there(url.rstrip("/"))
     final = folders.iteration_folder(checkpoints, iteration)

@@ -117,7 +117,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves one checkpoint at a time. Never removes iteration `loaded` or iterations in rank 0's `held()`."""
+    """Saves one checkpoint at a time. Keeps iteration `loaded` and all iterations from rank 0's `held()`."""
 
     def __init__(
         self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,

@@ -103,7 +103,7 @@ def sharding_metadata(runtime: Runtime) -> dict[str, Any]:
 def weights_state(
     runtime: Runtime, model: list[DistributedDataParallel], reader: CheckpointReader | None
 ) -> dict[str, Any]:
-    """Weights of this rank's chunks `model0`, `model1`... The keys are `reader`'s; if None, Megatron's."""
+    """Weights of this rank's chunks `model0`, `model1`..., under the keys of `reader` (None: of Megatron)."""
     metadata = sharding_metadata(runtime)
     # Unwrapped, because the data-parallel wrapper would prefix Megatron's keys with `module.`.
     return {f"model{i}": model_state(unwrapped(chunk), metadata, reader) for i, chunk in enumerate(model)}

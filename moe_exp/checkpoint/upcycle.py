@@ -7,12 +7,13 @@ MLP's hidden units are split into G shards, each with 1/G of the width. Expert e
 Derivation: the dense MLP y = W2 act(W1 x) + b2 is a sum over hidden units, and therefore over shards: y =
 sum_s W2_s h_s + b2 with h_s = act(W1_s x). With a gate, h_s = act(W1gate_s x) * (W1up_s x), and a shard takes
 the same rows of W1gate and W1up. The G experts jG to jG + G - 1 form a virtual group: their router rows are
-equal, and so are their scores. The top K = G*T experts are therefore T whole groups, which contain each shard
-T times. A token's router weights must add up to a constant c. If the weights are normalized, c is the scaling
-factor. The router weights within a group are equal, so the router weights of each shard add up to c/G:
+equal, and so are their scores. The top K = G*T experts are therefore T whole groups. Each group contains each
+shard once. A token's router weights must add up to a constant c. If the weights are normalized, c is the
+scaling factor. The router weights within a group are equal, so those of each shard add up to c/G:
 
-    sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'    hence W2' = (G/c) W2, b2' = b2 / c.
+    sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'
 
+The sum equals y if W2' = (G/c) W2 and b2' = b2 / c.
 He et al. also reinitialize half of the router. Here, all router rows of a group start equal and diverge at
 the first step, because their gradients differ.
 """
@@ -60,9 +61,9 @@ def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     """Replaces the initial weights with the weights of the dense checkpoint UPCYCLE_FROM. This checkpoint may
-    have any parallel layout. The optimizer starts from zero. The router keeps its initial weights, but rows
-    in a virtual group become equal. All ranks must call this function. Returns a one-line summary. Raises
-    ValueError if the dense model does not match the MoE model.
+    have any parallel layout. No optimizer state is loaded. The router keeps its initial weights, but the
+    experts of a virtual group get equal router rows. All ranks must call this function. Returns a one-line
+    summary. Raises ValueError if the dense model does not match the MoE model.
     """
     folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))
     experts = {layer: module.experts for layer, module in moe_layers(list(trained.model))}

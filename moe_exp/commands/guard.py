@@ -16,7 +16,7 @@ def guarded(
     work: Callable[[], int | None], prog: str, *, extras: str = "",
     full_disk: str = "free some space and repeat the command",
 ) -> int:  # fmt: skip
-    """Runs a command; returns its exit code. If a user can fix an error, prints one line and returns 1.
+    """Runs a command; returns its exit code. For an error that a user can fix, prints one line and returns 1.
 
     Args:
         prog: name of the command, printed before the error.

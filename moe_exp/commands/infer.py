@@ -162,7 +162,7 @@ def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
 
 
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
-    """With one rank, runs `work` in this process; else runs the request class's module under torchrun."""
+    """With one rank, runs `work` in this process; else torchrun runs the module of the request's class."""
     from moe_exp.inference.ranks import check_files, run_alone
     from moe_exp.launch.machine_checks import check_machine
     from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command

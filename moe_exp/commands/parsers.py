@@ -61,8 +61,8 @@ def arg(words: str, about: str | None = None, kind: Kind | None = None, /, **opt
     Args:
         words: names and metavar of the argument, such as `--top N` or `source SRC`.
         about: help text; a default other than 0 or '' is appended unless the text already states it.
-        kind: type of the value, or a function that parses the value. If omitted, the type is that of the
-            option `default` if `default` is a number, else str.
+        kind: type of the value, or a function that parses the value. If omitted: the type of `default`
+            in `options` if `default` is a number, else str.
         options: options of argparse's `add_argument`.
     """
     names = [word for word in words.split() if word.startswith("-")] or words.split()[:1]

@@ -167,7 +167,7 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
 @takes(arg("--steps", "training iterations per model", default=10), *_of_mup(repeats=12))
 def run_mup_check(arguments: argparse.Namespace) -> int:
     """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch.
-    Fits how each module's outputs scale with model size, and how their changes by training scale. Under muP,
+    Fits how each module's outputs, and their changes during training, scale with model size. Under muP,
     outputs and changes do not depend on the size; the exit code is 1 if any output or change does.
     """
     from moe_exp.host.progress import print_table, progress
@@ -261,7 +261,7 @@ def trained_loss(config: Config) -> float:
 
 
 def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, dict[int, Config]]:
-    """Returns the models by axis (such as width) and size; all models train on the same data."""
+    """Maps axes (such as width) to models by size; all models train on the same data."""
     from moe_exp.studies.mup import models_of_axes
 
     base = load_config(with_file(_flags(arguments), os.environ), {**_MUP_MODEL, **defaults, **os.environ})

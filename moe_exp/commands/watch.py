@@ -232,7 +232,7 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
 )
 def run_stacks(arguments: argparse.Namespace) -> None:
     """Requests the stacks of all ranks from the launchers of a run; the run continues. Works on any node with
-    access to the run folder. For a folder in RUN/hang, prints a summary of the stacks in that folder.
+    access to the run folder. If the argument is a folder in RUN/hang, only prints a summary of its stacks.
     """
     from moe_exp.watch.hangs.stacks import stacks_of
 

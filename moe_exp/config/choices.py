@@ -174,7 +174,7 @@ MUP_RULES = {
 class OneOf:
     """Validates that a value is in `others` or in `table`, including keys added to the table later.
 
-    Passes any other value to `read`, which returns the canonical text, or None for an invalid value.
+    If a value is in neither, `read` returns the canonical text of the value, or None if the value is invalid.
     """
 
     table: Collection[str]

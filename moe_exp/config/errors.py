@@ -1,4 +1,4 @@
-"""Errors about settings, and the values that their fixes suggest. Does not import torch."""
+"""Errors about settings, and the values that an error's fix suggests. Does not import torch."""
 
 import math
 from collections.abc import Iterable, Sequence

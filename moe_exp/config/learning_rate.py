@@ -1,6 +1,6 @@
 """Learning rate at every point of a run, and checks that a schedule fits the run. Does not import torch.
 
-Every LR_DECAY_STYLE is a warm-up followed by a list of pieces (`config.pieces`). Training
+Every LR_DECAY_STYLE defines the pieces that follow the warm-up (`config.pieces`). Training
 (`engine.optimizer_setup.LearningRateScheduler`) and planning commands both call `learning_rate`. This
 function counts samples instead of iterations, so that a batch ramp-up does not distort the curve. For styles
 that Megatron's OptimizerParamScheduler also supports, the learning rates equal Megatron's.
@@ -44,8 +44,8 @@ def learning_rate(
 
     The rate rises linearly from 0 during the warm-up, then follows the pieces of the schedule. Once a piece
     has ended, the next piece applies: with WSD-S, the iteration after a decay trains at LR. After the last
-    piece, the rate is the target of that piece (default: MIN_LR). If the last piece is constant, the rate
-    stays the same.
+    piece, the rate is the target of that piece (default: MIN_LR). If the last piece is constant, its rate
+    continues.
 
     Args:
         config: valid settings (`config.problems()` yields nothing).

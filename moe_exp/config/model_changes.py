@@ -43,7 +43,7 @@ def refuse_other_model(
     Args:
         checkpoint: name of the checkpoint in messages.
         with_optimizer: whether the checkpoint contains the optimizer's moments.
-        instead: hint on starting without the checkpoint, added to the error if USE_MOE differs.
+        instead: text for the error if USE_MOE differs: how to start without the checkpoint.
 
     Raises:
         ConfigError: if a difference is not allowed; the message has one line per setting.
@@ -95,7 +95,7 @@ def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting whose value differs from its value in the checkpoint's run."""
+    """A setting whose value differs from the checkpoint's."""
 
     name: str
     value: object

@@ -47,7 +47,7 @@ class Multiples(NamedTuple):
 
 
 def are_alike(config: Config) -> bool:
-    """Whether all parameters have the same learning rate and weight decay (norms and biases: no decay)."""
+    """Whether all parameters share the learning rate, and all but norms and biases share the weight decay."""
     return not config.parameter_rules and config.parametrization == "standard"
 
 

@@ -133,8 +133,8 @@ def data_among(
         what: name of the setting that contains the folder or URL, for messages.
         text_field: field with the text; "" if `has_text` is not given.
         has_text: returns whether a .json file is a record file, that is, whether its first object has the
-            field. If None (for object stores), .json files are selected only if there are no other record
-            files, and never if they are named like metadata.
+            field. None (for object stores): .json files are selected if there are no other record files,
+            except .json files that are named like metadata.
 
     Raises:
         ValueError: the files that are not selected contain most of the bytes.
@@ -317,7 +317,7 @@ def read_objects(
 
 
 def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
-    """Counts a line as skipped if the line or text is empty or `skip_bad` is set; else raises BadDocument."""
+    """Counts lines without text as skipped, and with `skip_bad` all bad lines; else raises BadDocument."""
     if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
         raise BadDocument(path, number, reason)
     tally.skipped[reason] += 1
@@ -400,7 +400,7 @@ def estimate_line_bytes(paths: Iterable[Path]) -> int:
 
 
 def compression_ratio(path: Path) -> float:
-    """Compression ratio of a .gz or .zst file's first 4 MB (decompressed). Raises BadDocument if damaged."""
+    """Compression ratio of the first 4 MB of text in a .gz or .zst file. Raises BadDocument if damaged."""
     num_compressed = num_bytes = 0
     with path.open("rb") as file:
         try:

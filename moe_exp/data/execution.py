@@ -129,7 +129,7 @@ class Through:
         self._file = os.open(folder / f"{rank:05d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def advance(self, num_bytes: float) -> None:
-        """Adds the `num_bytes` bytes just read from the current file."""
+        """Counts `num_bytes` more bytes of the current file as read."""
         self._bytes += num_bytes
         if self._bytes - self._reported > _REPORT_BYTES:
             self._write()

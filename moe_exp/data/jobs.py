@@ -260,7 +260,7 @@ class WorkerPool:
     """Context manager for worker processes that call a function.
 
     Args:
-        function: picklable function with one argument, the call.
+        function: picklable function that takes a call as its only argument.
         number: number of processes; with 1, the calls run in this process.
         preload: module to import in the workers, see `worker_context`.
         describe: maps a call to two texts for error messages: its name, and an addition to the suggested fix.

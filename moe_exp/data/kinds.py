@@ -155,7 +155,7 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
     Raises:
         BadDocument: a table is damaged, or a text file is not UTF-8.
         ValueError: a table has no column `text_field`.
-        One of `DAMAGE`: a compressed file is damaged or truncated.
+        An exception of `DAMAGE`: a compressed file is damaged or truncated.
     """
     kind = ending(path)
     if kind in TEXT_SUFFIXES:
@@ -313,7 +313,7 @@ def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
 
 
 def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:
-    """Decoded text, or "" if it is blank. `num_lines`: line number where the document starts, for errors."""
+    """Decoded text, or "" if it is blank. `num_lines`: number of the document's first line, for errors."""
     if (place := document.find(b"\0")) >= 0:
         raise BadDocument(path, num_lines + document.count(b"\n", 0, place), _BINARY)
     try:

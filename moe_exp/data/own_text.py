@@ -38,7 +38,7 @@ def fitting_vocab_size(config: Config) -> int | None:
 
 
 def needs_preparation(config: Config) -> bool:
-    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES name text or remote token files."""
+    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES refer to text or to remote token files."""
     return any(map(is_prepared_first, (config.train_data, config.valid_data, *config.stage_blends)))
 
 
@@ -74,7 +74,7 @@ def already_prepared(config: Config) -> Config | None:
 
 
 def prepared_by_launcher(config: Config) -> Config:
-    """Returns the launcher's result of `with_prepared_text`; without one, prepares the data itself."""
+    """Returns the launcher's result of `with_prepared_text`; if there is none, prepares the data here."""
     if not needs_preparation(config):
         return config
     # all ranks use what the launcher resolved, even if files have changed since
@@ -93,7 +93,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
     """Like `with_prepared_text`, but prepares nothing: finds the data of an already trained run.
 
     If files have changed or are missing, logs a warning and uses the newest preparation of the same text.
-    Raises ValueError if there is no preparation. `trained`: the tokenizer's fingerprint (empty: any).
+    Raises ValueError if there is no preparation. `trained`: fingerprint of the run's tokenizer (empty: any).
     """
     known = prepared_text.known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training
@@ -109,7 +109,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
 
 
 def text_problems(config: Config) -> list[str]:
-    """Returns problems of the text in data settings, without reading all of the text."""
+    """Returns problems of the text that data settings name, without reading all of the text."""
     try:
         for source in _text_sources(config):
             with _named_errors(source):

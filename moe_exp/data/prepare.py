@@ -196,7 +196,7 @@ def _duration(folder: Path, seconds: float) -> str:
 
 
 def expected_bytes(inputs: Sequence[Path]) -> int:
-    """Estimates the files' total size as JSONL from a sample. BadDocument if a sampled file is damaged."""
+    """Samples the files to estimate their total size as JSONL. BadDocument if a sampled file is damaged."""
     sampled = inputs[:: max(1, len(inputs) // _NUM_SAMPLED)][:_NUM_SAMPLED]
     num_bytes = 0.0
     for path in sampled:

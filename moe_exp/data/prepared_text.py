@@ -128,7 +128,7 @@ def _all_prepared(data_dir: Path) -> Iterator[Prepared]:
 
 
 def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
-    """Prepared texts with the same options as `source`, newest first."""
+    """Texts prepared with the options of `source`, newest first."""
     found = [one for one in _all_prepared(data_dir) if one.facts.get("options") == source.options]
     return sorted(found, key=lambda one: str(one.facts.get("made_at")), reverse=True)
 
@@ -159,7 +159,7 @@ def matching(source: TextSource, data_dir: Path) -> Prepared | None:
 
 
 def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> Prepared:
-    """The prepared data that a run was trained on. `trained`: its tokenizer's fingerprint, '' if unknown."""
+    """Prepared data that a run was trained on. `trained`: the run's tokenizer fingerprint, '' if unknown."""
 
     def is_its_own(one: Prepared) -> bool:
         return not trained or same_fingerprint(tokenizer_fingerprint(one.tokenizer), trained)

@@ -250,7 +250,7 @@ def is_stale(
 
 
 def is_older(output: Path, other: Path) -> bool:
-    """Whether OUTPUT's manifest (running.json while it is unfinished) is older than `other`'s manifest."""
+    """Whether `output`'s manifest (running.json if `output` is unfinished) is older than `other`'s."""
     output, made = _place(output), _place(other) / "manifest.json"
     begun = output.with_name(output.name + ".partial") / RUNNING
     newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)

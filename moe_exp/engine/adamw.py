@@ -13,8 +13,8 @@ norm.
 With MAIN_PARAMS=remainder, w is the bf16 weight (the upper 16 bits) plus a 16-bit remainder, as with
 Transformer Engine's `store_param_remainders`. One pass then moves 28 bytes. The bf16 weight is w rounded to
 nearest, ties to even, whereas Transformer Engine rounds ties away from zero. An even bf16 value can therefore
-have 2^16 + 1 different remainders, from -2^15 to 2^15 (both are ties). 2^15 does not fit in 16 bits, so the
-otherwise unused sign bit of v marks it.
+have 2^16 + 1 different remainders, from -2^15 to 2^15; both ends are ties. The remainder 2^15 does not fit in
+16 bits, so the otherwise unused sign bit of v marks it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def adamw_step(
         main: fp32 weights, or int16 remainders (see `split`).
         grad: gradients, fp32 or bf16.
         mean, square: first and second moments, fp32 or bf16.
-        weight: bf16 copy of the weights, overwritten (with remainders, also read); None: no copy.
+        weight: bf16 copy of the weights, or None. The copy is an output; with remainders, also an input.
         factors: result of `step_factors`.
     """
     if not runs_kernel(grad):

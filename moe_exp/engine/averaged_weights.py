@@ -64,7 +64,7 @@ def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -
 
 @contextmanager
 def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Swaps weights and average during the block. Every rank must call this inside `parameters_in_sync`."""
+    """Weights and average are swapped in the block. Every rank must call this inside `parameters_in_sync`."""
 
     @torch.no_grad()
     def exchange() -> None:

@@ -1,6 +1,6 @@
 """Optimizer step that uses `adamw_step` and never makes the host wait for the device.
 
-Megatron's step reads the gradient norm on the host before it clips, and the device idles meanwhile. Here,
+Megatron's step clips only after the host has read the gradient norm; until then, the device idles. Here,
 `adamw_step` reads the norm on the device, clips the gradients, skips the step if the norm is not finite, and
 writes the model weights.
 """

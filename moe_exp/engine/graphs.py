@@ -1,6 +1,6 @@
 """With a CUDA graph (CUDA_GRAPH), the host starts a micro-batch's forward and backward pass in one launch.
 
-Megatron's schedule is unchanged. Its forward step replays a graph that also contains the backward pass.
+Megatron's schedule is unchanged. The forward step replays a graph that also contains the backward pass.
 The returned loss requires no gradient, so the schedule runs no backward pass:
 
     schedule: for each micro-batch   copy it to the graph's inputs -> replay -> loss for the log
@@ -74,8 +74,8 @@ def side_stream() -> torch.cuda.Stream:
 def on_side_stream() -> Iterator[None]:
     """Runs the block on `side_stream`, after all earlier and before all later work; no effect without CUDA.
 
-    Autograd accumulates gradients on the stream on which DDP created AccumulateGrad nodes, and a capture must
-    not wait for another stream. So DDP, warm-up and captures all use `side_stream`.
+    Autograd accumulates gradients on the stream on which DDP was created. A capture must not wait for another
+    stream. So DDP, warm-up and captures all use `side_stream`.
     """
     if not torch.cuda.is_available():
         yield
@@ -123,7 +123,7 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class MicrobatchGraphs:
-    """Graphs of the micro-batches of this rank's model.
+    """CUDA graphs of this rank's micro-batches.
 
     Args:
         region: takes a micro-batch and the number of micro-batches, runs the forward and backward pass, and

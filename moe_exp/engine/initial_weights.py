@@ -60,8 +60,8 @@ def draw_weight(
 ) -> None:
     """Draws the full weight named `key` and copies this rank's shard to `weight`.
 
-    Axis `dim` is cut into stride * n blocks for n `ranks`, and rank r keeps blocks r, r + n, ... (Megatron's
-    gated projections have stride 2). If `dim` is -1, every rank keeps the full weight.
+    Cuts axis `dim` into stride * n blocks, where n is the size of `ranks`. Rank r keeps blocks r, r + n, ...
+    (Megatron's gated projections have stride 2). If `dim` is -1, every rank keeps the full weight.
     """
     num_ranks = ranks.size() if dim >= 0 else 1
     std = config.init_std * factors(config, kind_of(key)).init

@@ -413,7 +413,7 @@ class GPTModelWithOwnLoss(PredictingModel):
 
 
 class GPTModelWithLinearLoss(PredictingModel):
-    """GPTModel that computes output layer and loss in chunks of tokens (CROSS_ENTROPY=linear)."""
+    """GPTModel that computes the output layer and the loss in chunks of tokens (CROSS_ENTROPY=linear)."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

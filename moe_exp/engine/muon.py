@@ -118,7 +118,7 @@ class Muon(Adam):
 
 
 def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns each task's rank: the costliest task left always goes to the rank with the least total cost."""
+    """Returns each task's rank. Costliest first, each task goes to the rank with the least total so far."""
     # The largest total is at most 4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing
     # anomalies", theorem 2). Ties go to the earlier task and the lower rank: the same result on all ranks.
     ranks, owners = [(0, rank) for rank in range(num_ranks)], [0] * len(costs)

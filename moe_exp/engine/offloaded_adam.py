@@ -43,7 +43,7 @@ class _Staging:
 class OffloadedAdam(Adam):
     """Adam for bf16 weights; keeps their fp32 main weights and moments in host memory.
 
-    After `join`, a parameter's data is its main weights on the host, so that saving takes no device memory.
+    After `join`, a parameter holds its main weights on the host, so that saving takes no device memory.
     """
 
     _staging: tuple[_Staging, ...] = ()

@@ -1,9 +1,9 @@
 """Optimizers driven by Megatron's wrappers: AdamW with fp32, bf16 or 8-bit moments, and SGD with momentum.
 
 Megatron expects that each parameter group has one `step`, and that a parameter's state contains only moments.
-Each optimizer chooses the format of its moments in memory. For checkpoints, `moments` converts them to fp32
-in the parameter's shape, and `set_moments` converts them back. Checkpoints can therefore be loaded with every
-layout and every optimizer that has the same moments. `p` is a parameter; with Megatron's distributed
+Each optimizer chooses the format of its moments in memory. For checkpoints, `moments` converts this format to
+fp32 in the parameter's shape, and `set_moments` does the reverse. Checkpoints can therefore be loaded with
+every layout and every optimizer that has the same moments. `p` is a parameter; with Megatron's distributed
 optimizer, it is a flat fp32 range of a model parameter.
 """
 

@@ -112,8 +112,8 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether the parameter is a matrix that TP splits on `axis` (0: that TP does not split). Norms, biases,
-    embeddings, output layers and routers are not such matrices.
+    """Whether the parameter is a matrix that TP splits on `axis`; 0 means a matrix that TP does not split.
+    Norms, biases, embeddings, output layers and routers are not such matrices.
     """
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
@@ -126,7 +126,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Checkpoint names (with layer numbers) of this rank's parameters by `id`; the same in all layouts."""
+    """Maps `id`s of this rank's parameters to checkpoint names with layer numbers, equal in all layouts."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:
@@ -243,7 +243,7 @@ def leave_to_kernels(chunk: DistributedDataParallel) -> list[Any]:
 
 
 class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
-    """Megatron's scheduler, but with rates from `config.learning_rate`, within the bounds of each group."""
+    """Megatron's scheduler with rates from `config.learning_rate`; each group may set max_lr and min_lr."""
 
     def __init__(self, config: Config, optimizer: MegatronOptimizer):
         # Set first, because Megatron's constructor calls get_lr. Steps are samples, so that a batch ramp-up

@@ -87,7 +87,7 @@ def _scale(attention: Attention, factors_H: Tensor) -> None:
 
 
 def _scale_rows(linear: nn.Module, parts: list[tuple[Tensor, int]]) -> None:
-    """Scales weight rows. `parts` lists a head's or group's row blocks: (factor per head, number of rows)."""
+    """Scales weight rows. Each head or group has a row block per item of `parts`: (factor per head, rows)."""
     rows = torch.cat([factors[:, None].expand(-1, count) for factors, count in parts], dim=1).flatten()
     for name, x in linear.named_parameters(recurse=False):
         if name.startswith("layer_norm"):

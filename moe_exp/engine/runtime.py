@@ -146,7 +146,7 @@ def start_alone(config: Config) -> Runtime:
 
 
 def share_alone(config: Config) -> Runtime:
-    """Runtime of a single rank. All calls share a process group. ValueError if it has several ranks."""
+    """Runtime of a single rank. All calls share a process group. ValueError if the group has more ranks."""
     global _alone
     if not torch.distributed.is_initialized():
         atexit.register(_leave)
@@ -217,7 +217,7 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def seed_everything(config: Config) -> None:
-    """Seeds the random streams of Python, numpy, PyTorch and Megatron. `initial_weights.py` seeds its own."""
+    """Seeds Python, numpy, PyTorch and Megatron; `initial_weights.py` seeds its own random generators."""
     # Megatron adds the tensor parallel rank, so that dropout differs between ranks.
     seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
@@ -273,7 +273,7 @@ def on_first_rank(make: Callable[[], T]) -> T | None:
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """Calls `make` on rank 0 and returns the result on every rank. A ValueError is raised on every rank."""
+    """Calls `make` on rank 0, and returns its result or raises its ValueError on every rank."""
     box: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:

@@ -36,7 +36,7 @@ CAUSED_BY_ANOTHER = (
 
 
 def report_exit_code(code: int, *, by_any_rank: bool = False) -> bool:
-    """Reports `code` to this node's launcher, by default only from local rank 0; False without a launcher."""
+    """Reports `code` to the launcher, by default only from local rank 0. Returns False without a launcher."""
     # torchrun only distinguishes 0 and failure, so ranks that have reported a code exit with 0
     path = os.environ.get(EXIT_CODE_FILE)
     if path and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):

@@ -32,7 +32,7 @@ def count_text(number: float, digits: int = 3) -> str:
 
 
 def scaled_text(number: float, units: Sequence[str], digits: int = 3) -> str:
-    """Number with `digits` digits, in the first of `units` (1, 1000, 1000^2, ...) in which it is < 1000."""
+    """Number with `digits` digits, in the first of `units` (1, 1000, 1000^2, ...) that makes it < 1000."""
     *smaller, largest = units
     limit = 1000 - 0.5 * 10 ** (3 - digits)  # from here on, rounding reaches the next unit
     for unit in smaller:
@@ -85,7 +85,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def regular(path: Path) -> Path:
-    """Returns `path`. Raises OSError if it is not a regular file, such as a pipe (reading it could block)."""
+    """Returns `path`. Raises OSError if `path` is not a regular file, because reading a pipe could block."""
     if not stat.S_ISREG(path.stat().st_mode):
         if path.is_dir():  # the error of Python's own `open`
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -2,8 +2,8 @@
 
 `moe_exp/__init__.py` passes only imports of `megatron.*` to `find_spec`. Without a CUDA device, the hook
 changes Megatron's modules: the name `torch` refers to a stand-in, CUDA literals become CPU literals, and a
-few functions are replaced. Other code still uses torch itself, which changes in one way only: Tensor and
-Module get one private method.
+few functions are replaced. Other code still uses the real torch, with one change: Tensor and Module get one
+private method.
 """
 
 import builtins
@@ -124,7 +124,7 @@ def _for_cpu(const: Any) -> Any:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one Megatron module with CPU literals and the stand-in for `torch`."""
+    """Loads a Megatron module with CPU literals for CUDA literals, and the stand-in for `torch`."""
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         code: types.CodeType | None = _for_cpu(super().get_code(fullname))
@@ -148,7 +148,7 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
 def find_spec(
     fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
 ) -> importlib.machinery.ModuleSpec | None:
-    """Import spec by which `_Loader` loads a Megatron module. With CUDA: None, so Python loads the module."""
+    """Import spec by which `_Loader` loads a Megatron module; None with CUDA, so that Python loads it."""
     if not INSTALLED:
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)

@@ -38,7 +38,7 @@ def patch_latent_attention(multi_latent_attention: Any, linear: type) -> None:
 
 
 class PartsOfSpec:
-    """Base class that makes multi-latent attention use the norms of its spec in Megatron 0.19, too."""
+    """Base class: makes multi-latent attention use the spec's norms in Megatron 0.19, as in older ones."""
 
     # Megatron's own rules require Transformer Engine if queries are not compressed.
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Results of `moe-exp eval` as tables and JSON: losses, and each source's expert usage.
 
 Shapes: L MoE layers, P sources, E experts, K top-k, T tokens. A source is a data prefix. Each token
-has K slots. The share s_pe is the fraction of source p's slots (before drops) that are routed to expert e.
+has K slots. The share s_pe is the fraction of source p's slots that are routed to expert e, before drops.
 The specialisation b_e is expert e's term in the mutual information between expert and source, in bits; all
 sources have equal weight:
 
-    b_e = 1/P sum_p s_pe log2(s_pe / mean_p s_pe),    sum_e b_e = I(expert; source), from 0 to log2 P.
+    b_e = 1/P sum_p s_pe log2(s_pe / mean_p s_pe),    0 <= sum_e b_e = I(expert; source) <= log2 P.
 
 b_e is 0 if all sources use the expert equally. A rarely used expert has a small b_e, even if only one source
 uses it.
@@ -190,7 +190,7 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
-    """Last 1 to 3 components of each path, the fewest that keep names distinct; whole paths if 3 do not."""
+    """Shortest distinct names: the last 1, 2 or 3 components of each path, else whole paths."""
     for count in range(1, 4):
         names = ["/".join(Path(prefix).parts[-count:]) for prefix in prefixes]
         if len(set(names)) == len(names):

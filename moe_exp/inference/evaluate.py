@@ -117,7 +117,7 @@ class HeldOut:
     def count_bytes(
         self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
-        """Bytes of predicted tokens, except tokens after `masked_id`; `sequences[0]` has index `first`."""
+        """Bytes of predicted tokens, except right after `masked_id`. `first`: index of `sequences[0]`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)

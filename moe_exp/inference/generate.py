@@ -223,7 +223,7 @@ def generate(
 
 
 def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
-    """Generates text. Rank 0 prints JSON lines, or text as it arrives (on a terminal, after the prompt)."""
+    """Generates text. Rank 0 prints JSON lines or streams text; a terminal also shows the prompt."""
     as_json, out = plan.request.as_json, sys.stdout
     is_terminal = out.isatty() and not as_json
 

@@ -87,7 +87,7 @@ class Model:
         command `moe-exp score` instead limits attention as in training.
 
         Args:
-            tokens: ids, integers [B, S].
+            tokens: integer ids, [B, S].
 
         Returns:
             float32 [B, S, V], on the CPU.

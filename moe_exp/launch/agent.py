@@ -283,7 +283,7 @@ class Agent(LocalElasticAgent):
         return delay
 
     def _diagnosed(self, records: Sequence[Record], iteration: int, failures: Sequence[Record]) -> str:
-        """Diagnoses failures. Excludes a bad node or ends the job if advised. Returns the advised action."""
+        """Returns the action advised for failures. If advised, first excludes a bad node or ends the job."""
         # imported here, because only failures need the tables and their packages
         from moe_exp.watch.diagnosis import diagnose_failures
         from moe_exp.watch.excluded_nodes import exclude_if_possible

@@ -83,7 +83,7 @@ def train(
 
 
 def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Returns `flags` plus config.yaml and path of a run folder. Raises ConfigError if `folder` is not a run
+    """Returns `flags` plus a run folder's path and config.yaml. Raises ConfigError if `folder` is not a run
     folder, or if `flags` already contain a settings file or a run folder."""
     path = expanded(folder)
     # `.` and `..` have no name: use the real one
@@ -186,7 +186,7 @@ def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
 
 
 def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> int:
-    """Prints `dry_run_text` even if files are missing; a full disk only causes a warning."""
+    """Prints `dry_run_text`, also if files are missing. A full disk only causes a warning."""
     print(dry_run_text(config, flags, sources, start), flush=True)
     # the run may be for another machine, so problems of this one come after everything else
     if not (problems := machine_checks.check_files(config, with_space=False)):

@@ -349,7 +349,7 @@ def _upcycle_from(c: Config) -> Iterator[str]:
 
 
 def _data_dir(c: Config) -> Iterator[str]:
-    """If starting the run creates files in DATA_DIR, checks that this folder is writable."""
+    """Checks that DATA_DIR is writable if the run will create files in this folder when it starts."""
     folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty)"
     if c.train_data and c.data_order == "megatron":
         what = "the indices of DATA_ORDER=megatron"
@@ -384,7 +384,7 @@ def disk_warnings(config: Config) -> list[str]:
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Checks disk space. A resumed run needs space for one checkpoint, others for one or all (DISK_CHECK)."""
+    """Checks disk space: for one checkpoint if a run resumes or DISK_CHECK=one, else for all checkpoints."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 

@@ -1,8 +1,8 @@
 """Rendezvous of the nodes' agents before each start of the ranks; implements torchrun's interface.
 
 torchrun's static rendezvous does not report failures to other nodes. The c10d rendezvous reports failures,
-but assigns its own node numbers instead of NODE_RANK. In torch 2.13, with either rendezvous, the store of
-restarted ranks still has the addresses of dead ranks (c10d: unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+but assigns its own node numbers instead of NODE_RANK. In torch 2.13, both leave addresses of dead ranks in
+the store of restarted ranks (c10d does not if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
 This file solves all three problems.
 
 A round lasts from one start of all ranks to the next. Agents meet in a store on MASTER_PORT; the store lives

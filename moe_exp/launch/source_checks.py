@@ -120,7 +120,7 @@ _ROUNDING = 1.01  # tolerance for rounded weights and for TRAIN_ITERS in whole b
 
 
 def data_warnings(config: Config) -> list[str]:
-    """Warns about tokenizers that differ, token files read too often, and validation on one document or on
+    """Warns about mismatched tokenizers, token files read too often, and validation on one document or on
     training data.
     """
     with suppress(ValueError, OSError):  # reported by the checks of files

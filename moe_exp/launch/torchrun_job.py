@@ -102,8 +102,8 @@ def run_job(
 
     Args:
         config: settings of a training run. If None, the ranks save nothing: the first signal kills them.
-        poll: called every 0.2 s. Its argument tells whether a stop was requested; its result tells
-            whether it killed hung ranks.
+        poll: called every 0.2 s. The argument is True if a stop was requested; the result is True if
+            `poll` has killed hung ranks.
     """
     received: list[int] = []
     num_sent = 0

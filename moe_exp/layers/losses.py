@@ -8,8 +8,8 @@ The trainer averages these losses over micro-batches and data parallel ranks, as
 the gradient does not depend on TP, EP, PP, CP, DP or the number of micro-batches.
 
 Arguments that several functions share (shape suffixes as in `moe_exp.layers`; B: sequences of S tokens):
-    scores: router scores of this rank's tokens, [T, E]. Each row sums to 1; rows of padding are zero. After
-        a routing kernel: the sums of the scores over tokens, [E]; `num_tokens` is then required.
+    scores: router scores of this rank's tokens, [T, E]. Each row sums to 1; rows of padding are zero.
+        With a routing kernel: the sums of the scores over tokens, [E]; `num_tokens` is then required.
     tokens_per_expert_E: slots per expert in the micro-batch (all ranks of `group`), including dropped slots.
     valid_T: bool, True for tokens that are not padding; None: no token is padding.
     num_tokens: number of tokens of the micro-batch; None: all ranks hold the same number of tokens.
@@ -148,14 +148,14 @@ def sequence_balancing_loss_share(
     scores_BSE: Tensor, expert_BSK: Tensor, valid_BS: Tensor | None, *, counted_BSK: Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:  # fmt: skip
-    """This rank's share of the mean over sequences of E * sum_e f_e * P_e, with f and P per sequence.
+    """This rank's share of the mean of E * sum_e f_e * P_e over sequences; f and P are per sequence.
 
     The loss is from DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, whose f includes the factor E/K. Megatron
     calls it `seq_aux_loss`.
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
-        counted_BSK: bool, True for slots in use; None: every token uses all of its slots.
+        counted_BSK: bool, True for slots in use; None: all slots are in use.
     """
     num_sequences, _, num_experts = scores_BSE.shape
     ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)
@@ -228,8 +228,8 @@ def z_loss_share(
     The loss is from Zoph et al. 2022, ST-MoE, eq. 5 (arXiv:2202.08906).
 
     Args:
-        logits: router logits of this rank's tokens, [T, E]. After a routing kernel: the sum over tokens of
-            logsumexp^2, a scalar; `num_tokens` is then required.
+        logits: router logits of this rank's tokens, [T, E]. If a routing kernel was used, the sum
+            over tokens of logsumexp^2 (a scalar) instead; `num_tokens` is then required.
     """
     squares = logits
     if logits.dim():

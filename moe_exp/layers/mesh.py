@@ -37,8 +37,8 @@ class TensorParallelDispatcher(LocalDispatcher):
     """Splits every expert's width over the ranks of a mesh dimension. These ranks hold the same tokens.
 
     The layer's input and output are replicated, and the tokens are all-reduced once in forward and once in
-    backward, as in a ColwiseParallel and RowwiseParallel pair. Gradients are then complete on every rank and
-    need no reduction over the mesh dimension. Do not include this dimension in the layer's
+    backward, as with ColwiseParallel followed by RowwiseParallel. Gradients are then complete on every rank
+    and need no reduction over the mesh dimension. Do not include this dimension in the layer's
     `microbatch_group`: the losses of these tokens would be counted more than once.
 
     Args:
@@ -63,7 +63,7 @@ class TensorParallelDispatcher(LocalDispatcher):
         return super().start(x_TD, decision, rows_per_expert=rows_per_expert)
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        """Sums each token's rows, then the results over ranks: [R, D] to [T, D]."""
+        """Sums the rows of each token, then sums these sums over ranks: [R, D] to [T, D]."""
         y_TD = super().combine(y_RD, record)
         return _Summed.apply(y_TD, self.group, True) if group_size(self.group) > 1 else y_TD
 

@@ -164,8 +164,8 @@ def context_ranges(
     several stripes are needed to keep the cost nearly equal on all ranks.
 
     Args:
-        num_tokens: length of the whole sequence. If C=`cp_size` > 1, it must be a multiple of
-            2C * `num_stripes`.
+        num_tokens: length of the whole sequence; if `cp_size` > 1, a multiple of
+            2 * `cp_size` * `num_stripes`.
     """
     # With one stripe, as in Megatron's get_batch_on_this_cp_rank, whose arguments differ between versions.
     blocks = sequence_blocks(cp_size, num_stripes)
@@ -202,7 +202,7 @@ def keep_within_capacity(
 
     Args:
         expert_TK: integer indices of the chosen experts; padding slots have the index E and are never kept.
-        weights_TK: router weights; slots of highest weight are kept (ties: the first). None: the first slots.
+        weights_TK: router weights. Slots of highest weight are kept; in ties, or if None, the first slots.
         use_kernels: see RouterConfig.
     """
     most = expert_TK.numel()

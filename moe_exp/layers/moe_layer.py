@@ -45,7 +45,7 @@ class MoELayer(nn.Module):
             output to the experts' output.
         down: maps tokens [T, D] to the experts' input [T, latent] before dispatch. After combine, `up` maps
             the output back to [T, D]. Pass both projections or neither.
-        microbatch_group: tensor and context parallel ranks, which together hold a micro-batch, or None.
+        microbatch_group: tensor and context parallel ranks that share a micro-batch; None: this rank alone.
         context_parallel_size: number of context parallel ranks within `microbatch_group`; each rank holds
             the blocks of a sequence that Megatron assigns to it (see `sequence_blocks`).
         context_stripes: number of stripes of a sequence, see `sequence_blocks`.
@@ -98,7 +98,7 @@ class MoELayer(nn.Module):
         """Routes tokens to experts, and returns the combined outputs and the auxiliary losses.
 
         Args:
-            x: hidden states of this rank's tokens: [T, D], or T is split into two dimensions;
+            x: hidden states of this rank's tokens: [T, D], or three dimensions that flatten to [T, D];
                 `settings.batch_dim` is the index of the batch dimension.
             padding_mask: bool, in the shape of `x` without D. True marks padding, which is sent to no expert
                 and is excluded from losses, capacity and statistics.

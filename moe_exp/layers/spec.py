@@ -1,7 +1,7 @@
 """Megatron layer specs with our MoE layer, attention and norm. Neither Transformer Engine nor Apex is needed.
 
-In a Megatron program, replace Megatron's MoE spec with `moe_submodule_spec()`; settings that are not its
-arguments come from TransformerConfig. In `layers/`, only this file and `megatron/` import megatron.
+In a Megatron program, replace Megatron's MoE spec with `moe_submodule_spec()`. Settings that this function
+does not take come from TransformerConfig. In `layers/`, only this file and `megatron/` import megatron.
 """
 
 import copy
@@ -63,8 +63,8 @@ def moe_submodule_spec(
         router_class: a subclass of Router or MegatronRouter.
         losses: auxiliary losses in addition to those of TransformerConfig, such as a custom function.
         min_capacity, token_rounding: see MoESettings.
-        fp8: let the `triton` backend multiply in e4m3, see Experts (`config.fp8` is for Transformer Engine).
-        use_te: build shared expert and latent projections from Transformer Engine's linear layers.
+        fp8: the `triton` backend multiplies in e4m3, see Experts. Transformer Engine uses `config.fp8`.
+        use_te: build the shared expert and the latent projections with Transformer Engine's linear layers.
     """
     own_losses = as_losses(losses)
     for loss in own_losses:

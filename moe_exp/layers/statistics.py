@@ -15,7 +15,7 @@ STATISTICS = ("dropped", "entropy", "top1_weight", "max_over_mean", "load_balanc
 
 
 def statistics_names(losses: Iterable[str]) -> tuple[str, ...]:
-    """Returns the ordered names of a layer's sums. `losses`: names of its balancing losses."""
+    """Returns the names of a layer's statistics, in order. `losses`: names of its balancing losses."""
     return *STATISTICS, *(f"aux_losses.{name}" for name in losses)
 
 

@@ -167,7 +167,7 @@ def calibrate(
     runs: Sequence[MeasuredRun], prior: Constants | None = None, rest: Constants | None = None
 ) -> Calibration:
     """Fits all constants to trusted measurements; ValueError if there are none. If there are few
-    runs, the fit needs a `prior`. Constants that affect no run are taken from `rest` (default: their prior).
+    runs, the fit needs a `prior`. A constant that affects no run comes from `rest` (default: its prior).
     """
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
     if not with_memory and not with_time:

@@ -90,7 +90,7 @@ def profile_of(device: str) -> str:
 
 
 def profile_path(name: str) -> Path:
-    """Returns a profile's path. `name` is a profile's name or a JSON file. ValueError if it is unknown."""
+    """Path of a profile, given by name or as a JSON file. Raises ValueError if the profile is unknown."""
     by_name = {known.lower(): known for known in hardware_names()}
     # `h100` is short for `H100-80GB`
     short = {lower.partition("-")[0]: known for lower, known in by_name.items()}

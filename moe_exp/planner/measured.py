@@ -1,9 +1,9 @@
 """Reads measured runs from a CSV: each row is a `PlannedJob` with its measurements. Imports no torch.
 
 The columns are those of `profiles/measured_runs.csv`. Results (mem_gb in GiB, oom, sec_per_it in seconds per
-iteration) and trust flags (use_mem, use_time, quirk) may be missing or empty. A column named like a setting
-in docs/settings.md, in lower case (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`), holds that setting; if the
-cell is empty, other columns determine the setting. `row_of_job` writes such rows. Further columns of
+iteration) and trust flags (use_mem, use_time, quirk) may be missing or empty. A column can also be a setting
+of docs/settings.md, in lower case (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`); if the cell is empty, other
+columns determine the setting. `row_of_job` writes such rows. Further columns of
 `profiles/public_runs.csv` describe runs of other training programs (see `Engine`).
 """
 
@@ -257,7 +257,7 @@ def _number(row: Mapping[str, str], column: str, default: int = 0) -> int:
 
 
 def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[str]:
-    """Yields warnings about inconsistent rows of `path` that `read_rows` nevertheless accepts."""
+    """Yields a warning for each inconsistency in `path` that `read_rows` does not reject."""
     tables = (MEASURED_RUNS, PUBLIC_RUNS)
     known = {name for table in tables for name in table.read_text().partition("\n")[0].split(",")}
     known.update(_AS_SETTINGS)
@@ -339,7 +339,7 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
 
 
 def _plain_row(row: Mapping[str, str]) -> Mapping[str, str]:
-    """Replaces a row's values that only `Engine` describes with the closest settings of this package."""
+    """Replaces a row's values that only `Engine` describes: each becomes this package's closest setting."""
     modules, precision = (row.get("recompute") or "").split(";"), row.get("precision") or ""
     has_engine = (
         any(row.get(name) for name in (*_OF_ENGINE, *_OTHERS_OF_ENGINE))

@@ -156,7 +156,7 @@ def describe_candidate(candidate: Candidate, found: Search, place: int) -> dict[
 
 
 def describe_search(found: Search, top: int) -> dict[str, Any]:
-    """Returns a search's `top` fastest layouts, and its numbers of tried, fitting and rejected layouts."""
+    """Returns a search's `top` fastest layouts, and how many layouts were tried, fit or were rejected."""
     return {
         "gpu": found.hardware.name,
         "counted_as": counted_as(found.ranked[0].config, found.hardware) if found.ranked else {},

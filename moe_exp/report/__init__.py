@@ -1,1 +1,1 @@
-"""Reports on runs: reads run folders and imports nothing from training."""
+"""Creates reports from run folders. Imports nothing from training."""

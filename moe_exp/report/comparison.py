@@ -86,14 +86,14 @@ def is_mixed(runs: Sequence[RunRecords]) -> bool:
 
 
 def loss_unit(runs: Sequence[RunRecords]) -> str | None:
-    """Unit of comparable losses: NATS if tokenizers agree; otherwise BITS, or None if a run has no BITS."""
+    """Unit for comparing losses: NATS if tokenizers agree, else BITS if every run has BITS, else None."""
     if not is_mixed(runs):
         return NATS
     return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
 
 
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
-    """Mean of the finite `values` in (x - window, x], weighted by record length in x. `x` must increase.
+    """Mean of the finite `values` in (x - window, x]; the weights are record lengths in x. `x` must increase.
 
     A window consists of one or more whole records. The mean is NaN until the records cover a whole `window`,
     and for each window without a finite value.
@@ -195,7 +195,7 @@ def rounded_up(loss: float) -> float:
 class Overview:
     """Summary of a run at its end; NaN for missing measurements. Throughput is the median over the records.
 
-    `cost` is the cost of reaching `loss` (in `unit`); None if the run did not reach `loss` or `unit` is None.
+    `cost`: cost of reaching `loss`, in `unit`; None without `unit`, or if the run did not reach `loss`.
     """
 
     def __init__(self, run: RunRecords, loss: float, unit: str | None, window_tokens: float):

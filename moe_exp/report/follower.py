@@ -183,7 +183,7 @@ class Follower:
         return None
 
     def is_late(self) -> bool:
-        """Whether an unfinished run has written nothing for 10 s and for 10 times its usual interval."""
+        """Whether an unfinished run has written nothing for 10 s and 10 usual intervals between records."""
         age, usual = self.age_seconds(), self.watched.usual_interval_seconds
         if age is None or usual is None or self.status():
             return False

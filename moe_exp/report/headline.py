@@ -19,7 +19,7 @@ AXES: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Mean, lowest and highest loss of a group's runs. `left_out`: runs of the group without this loss."""
+    """Mean, lowest and highest loss of a group's runs. `left_out`: runs that have no such loss."""
 
     group: Group
     loss: float
@@ -162,7 +162,7 @@ def other_winners(runs: Sequence[RunRecords]) -> Iterator[str]:
 
 
 def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
-    """Compares each MoE model with each dense model; models of a single kind, with the baseline."""
+    """Compares each MoE with each dense model; if all are of one kind, compares them with the baseline."""
     groups = comparison.seed_groups(runs)
     dense = [group for group in groups if group.runs[0].kind == "dense"]
     if found := [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]:
@@ -189,7 +189,7 @@ def pair_text(pair: Parity, found: Ranking | None) -> str:
 
 
 def opposite_text(pair: Parity, found: Ranking | None) -> str:
-    """Returns a sentence if the run that needs fewer tokens for a loss is worse at equal tokens, else ""."""
+    """Returns a sentence if a run reaches a loss with fewer tokens but is worse at equal tokens, else ""."""
     lead = difference(pair, found)
     # no contradiction: fewer tokens to the same loss, and a lower loss at equal tokens
     if found is None or not (pair.shares.get("consumed_tokens", float("nan")) - 1) * lead < 0:

@@ -56,7 +56,7 @@ def write_report(
         Warnings about the comparison, one sentence each.
 
     Raises:
-        ConfigError: if a path is not a run folder, or `out` cannot be written. Checked before any work.
+        ConfigError: if a path is not a run folder, or `out` cannot be written. Raised before any work.
     """
     raise_for([*(check_out(out) if out else ()), *run_problems(paths)])
     runs = read_runs(paths)
@@ -102,7 +102,7 @@ def title_of(runs: Sequence[RunRecords]) -> str:
 def report_html(
     runs: Sequence[RunRecords], *, title: str = "", loss: float | None = None, notes: str = ""
 ) -> str:
-    """Renders the report as HTML under MOST_BYTES. Raises ValueError if the tables alone are larger."""
+    """Renders the report as HTML below MOST_BYTES bytes. Raises ValueError if the tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
     cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
     speed = parts.charts_html(_TRAINING_CHARTS) + parts.spikes_html(runs)
@@ -214,7 +214,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:
-    """Indices at which `values` reach a new minimum. More than `most` indices are thinned evenly."""
+    """Indices at which `values` reach a new minimum. If there are more than `most`, thins them evenly."""
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
     indices = np.flatnonzero(lowest < np.concatenate([[np.inf], lowest[:-1]]))
     if len(indices) > most:
@@ -229,7 +229,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Mean, minimum and maximum of each bucket's finite values (NaN if none); number of other values."""
+    """Mean, minimum and maximum of each bucket's finite values (NaN if none); number of non-finite values."""
     index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))
@@ -252,7 +252,7 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
 
 
 def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
-    """Curves per layer and each expert's load, uint16 [columns, layers, experts]; LOAD_SCALE = fair share."""
+    """Curves per layer; load per expert, uint16 [columns, layers, experts] (fair share: LOAD_SCALE)."""
     if not run.load.layers:
         return None
     num_columns = int(min(run_data.NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))

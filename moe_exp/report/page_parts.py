@@ -70,7 +70,7 @@ def row_html(name: str, values: Sequence[str], css: str = "") -> str:
 
 
 def run_name(run: RunRecords, index: int) -> str:
-    """A run's name with its color; the page shows at most six lines, and the full name on hover."""
+    """A run's name with its color. Long names are cut to six lines; the full name appears on hover."""
     # page.css has eight colors
     name, swatch = escape(run.name), f'<i class="swatch" style="--c:var(--run-{index % 8})"></i>'
     return f'<span class="run" title="{name}">{swatch}{name}</span>'
@@ -353,7 +353,7 @@ def ranks_html(runs: Sequence[RunRecords]) -> str:
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events, in order. Drops checkpoints first, faults last; in a kind, the oldest first."""
+    """At most `most` events, in order. Drops checkpoints first, faults last; each kind, oldest first."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         # False comes before True

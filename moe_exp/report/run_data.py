@@ -117,7 +117,7 @@ class LoadHistory:
         return True
 
     def record_means(self) -> dict[str, Floats]:
-        """Each record's mean over layers, by key in LAYER_KEYS (`max_over_mean`: maximum over layers)."""
+        """Maps LAYER_KEYS to values per record: the mean over layers, or for `max_over_mean` the maximum."""
         table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
         return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
 
@@ -207,7 +207,7 @@ def latest(values: Floats) -> float:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values > SPIKE_FACTOR * median of the SPIKE_WINDOW preceding values (>= 10 finite)."""
+    """Indices of values > SPIKE_FACTOR * median of the SPIKE_WINDOW values before (if >= 10 are finite)."""
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found

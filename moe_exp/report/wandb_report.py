@@ -47,7 +47,7 @@ _LOGIN = "run `wandb login`, or set WANDB_API_KEY"
 
 @dataclass(frozen=True)
 class MirroredRun:
-    """A run in wandb; `wandb_id` is its ID there, and `kind` is `dense` or its MOE_TYPE."""
+    """A run in wandb. `wandb_id`: the run's ID in wandb; `kind`: `dense`, or the run's MOE_TYPE."""
 
     wandb_id: str
     kind: str

@@ -191,7 +191,7 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
         x: record key for the horizontal axis.
 
     Returns:
-        A matplotlib Figure that notebooks display, without empty panels. ValueError if all panels are empty.
+        A matplotlib Figure, which notebooks display. Omits empty panels; ValueError if all panels are empty.
     """
     curves = {
         title: {name: [_curve(one, kind, x, value) for one in seeds] for name, seeds in runs.items()}
@@ -259,7 +259,7 @@ def _curve(records: Records, kind: str, x: str, value: Callable[[Mapping[str, An
 
 
 def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Groups run indices; within a group, only SEED and settings that do not affect training may differ."""
+    """Groups of run indices. In a group, only SEED and settings that do not affect training may differ."""
     found: dict[object, list[int]] = {}
     for index, values in enumerate(settings):
         names = (name for name in values if name not in TRAITS or TRAITS[name].compared)

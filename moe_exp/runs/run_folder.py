@@ -113,7 +113,7 @@ def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
 def open_run_folder(
     config: Config, argv: Sequence[str] | None = None, *, resumed_from: int | None = None
 ) -> RunFolder:
-    """Creates or reopens the run folder; called by rank 0 only. Raises ConfigError if it cannot be written.
+    """Creates or reopens the run folder (rank 0 only). Raises ConfigError if the folder cannot be written.
 
     Args:
         config: settings of this start, written to config.yaml; provenance.json records the changes since

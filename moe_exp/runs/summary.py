@@ -35,7 +35,7 @@ class Caller:
     problems: Callable[[Config], Iterable[str]] = Config.problems  # of a suggested run's settings
 
     def command_with(self, **changes: Any) -> str:
-        """The command with `changes` as flags; a setting from the environment is changed there."""
+        """The command with `changes` as flags, or as variables for settings from the environment."""
         settings = dict(self.environ)
         flags = []
         for name, value in changes.items():

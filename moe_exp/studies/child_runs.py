@@ -73,9 +73,9 @@ class Case:
 def given_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str], nodes: Nodes | None = None
 ) -> dict[str, Any]:
-    """Returns the settings in `environ` and `flags`, with VOCAB_SIZE from the data. Adds the PRESET for this
-    machine. If `nodes` is given, adds all defaults for the devices of these nodes instead. Raises ConfigError
-    for invalid values.
+    """Returns the settings in `environ` and `flags`, with VOCAB_SIZE from the data. Without `nodes`,
+    adds the PRESET for this machine; with `nodes`, adds all defaults that depend on the nodes' devices.
+    Raises ConfigError for invalid values.
     """
     given = given_values(flags, environ)
     given = fixed_for(nodes, given) if nodes else given
@@ -95,7 +95,7 @@ def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
 
 @contextmanager
 def held(folder: Path, name: str, what: str) -> Iterator[None]:
-    """Creates and locks `folder` in a `with` block; if already locked, ValueError about setting `name`."""
+    """Creates `folder` and locks it in a `with` block; ValueError about setting `name` if already locked."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):

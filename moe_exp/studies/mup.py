@@ -54,7 +54,7 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
 def models_of_axes(
     base: Config, widths: Sequence[int], experts: Sequence[int], parts: Sequence[int]
 ) -> dict[str, dict[int, Config]]:
-    """Maps axes (such as width) to models by size. Raises ConfigError if no axis has two models."""
+    """Returns models of each axis (such as width) by size. Raises ConfigError if no axis has two models."""
     if base.world_size > 1:
         rule, fix = "models are trained on one rank", "set GPUS_PER_NODE=1 and NNODES=1"
         raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
@@ -91,7 +91,7 @@ class Growth:
 
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
-    """Returns how each module's outputs before training and their changes during training grow with size.
+    """Returns how two values of each module grow with size: output before training, and change in training.
     `measured[size][run][step][module]`: (mean output, mean change); each size has one run per seed.
     """
     sizes, found = np.log2(list(measured)), []
@@ -120,7 +120,7 @@ class Optimum:
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
-    """Fits a parabola to `losses`; returns log2 of the best rate, and True if it is at an end of `rates`."""
+    """Fits a parabola to `losses`; returns log2 of the best rate, and whether it is at an end of `rates`."""
     logs = np.log2(rates)
     place = int(np.argmin(losses))
     if place in (0, len(rates) - 1):
@@ -136,7 +136,7 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
 
 
 def optimum(name: str, rates: Sequence[float], losses_by_seed: Sequence[Sequence[float]]) -> Optimum:
-    """Returns a model's best learning rate. `losses_by_seed`: one loss per seed and rate; inf if diverged."""
+    """A model's best learning rate. `losses_by_seed`: one loss per seed and rate; inf if the run diverged."""
     logs, at_edges = zip(*(best_rate(rates, losses) for losses in losses_by_seed), strict=True)
     factor = 2.0 ** stdev(logs) if len(logs) > 1 else 1.0
     return Optimum(name, 2.0 ** fmean(logs), factor, any(at_edges))
@@ -200,7 +200,7 @@ def losses_of(
 def draw_transfer(
     path: Path, title: str, rates: Sequence[float], losses: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
-    """Plots loss against learning rate as PNG: for each model, a line (mean over seeds) in a band (range)."""
+    """Saves a PNG of loss against learning rate. A line shows a model's mean over seeds, a band the range."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), dpi=130, layout="constrained")

@@ -66,7 +66,7 @@ def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
-    """Line with what Megatron's line lacks: remaining time, tokens per second, expert load balance."""
+    """Line below Megatron's line, with remaining time, tokens per second and expert load balance."""
     eta = timedelta(seconds=round(record["eta_seconds"]))
     parts = [f"eta {eta}, {record['tokens_per_second']:.0f} tokens/s"]
     if experts := record["experts"]:

@@ -31,7 +31,7 @@ _visits: Counter[str] = Counter()  # per place; equal on all ranks, since all ru
 
 
 def set_trace(rank: int = 0) -> None:
-    """Stops global rank `rank` in pdb on its launcher's terminal, while the other ranks wait here."""
+    """Opens pdb for global rank `rank` in the terminal of this rank's launcher. The other ranks wait here."""
     frame = sys._getframe().f_back
     assert frame is not None
     if not dist.is_initialized():

@@ -251,7 +251,7 @@ PHASES = ("data", "forward_backward", "all_to_all", "experts", "optimizer", "che
 
 
 class PhaseTimers:
-    """Times each phase on this rank from `start` to `stop`; in CPU runs, `clock` returns the time."""
+    """Times each phase on this rank from `start` to `stop`: with CUDA events or, on CPUs, `clock`."""
 
     is_on = True  # for all instances
 
@@ -351,7 +351,7 @@ class RankTimes:
         self._exchanged: Callable[[], list[list[float]]] | None = None
 
     def end(self, iteration: int) -> list[list[float]] | None:
-        """Ends an iteration; if due, starts exchanging times and CPU loads. The next call returns them."""
+        """Ends an iteration. If due, starts exchanging times and CPU loads; the next call returns both."""
         read, self._exchanged = self._exchanged, None
         waited, self._waited = _seconds_waited - self._waited, _seconds_waited
         self._rows.append([*self.timers.take(is_late=True).values(), waited])

@@ -318,7 +318,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records raw and averaged weights' losses; returns raw weights' loss (nats per token) and time (s)."""
+    """Records losses of raw and averaged weights; returns raw weights' loss (nats per token) and time (s)."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()

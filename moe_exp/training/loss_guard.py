@@ -227,13 +227,13 @@ class LossGuard:
         raise GuardEnd(f"{line}; the same command resumes from that iteration", code)
 
     def _stream(self, iterations: Sequence[Step]) -> tuple[Range, ...]:
-        """Sample ranges of these iterations in stream numbers, which also count skipped samples."""
+        """Sample ranges of these iterations, given as stream numbers, which also count skipped samples."""
         ends = [(done.first_sample, done.first_sample + done.batch_size) for done in iterations]
         return merged(pair for first, end in ends for pair in stream_ranges(first, end, self._skipped))
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Step]) -> dict[str, Any]:
-        """Describes these iterations' batches for an event: samples, up to 1000 document numbers per file."""
+        """For an event: the samples of these iterations, and up to 1000 document numbers per file."""
         # Only rank 0 writes events, and looking up documents may build the order of a whole epoch.
         if self._metrics is None:
             return {}
@@ -310,8 +310,8 @@ def go_back(
         samples: samples to skip, as ranges of sample numbers in the stream; None: skip nothing.
 
     Returns:
-        On success, fields for an event, the same on every rank: `back_to` (iteration of the checkpoint that
-        the next start resumes from) and `set_aside` (newer checkpoints, which were moved to RUN/set_aside).
+        On success, fields for an event, the same on every rank: `back_to` (iteration of the checkpoint from
+        which the next start resumes) and `set_aside` (newer checkpoints, which were moved to RUN/set_aside).
         On failure, the reason as text: no usable earlier checkpoint, or a full disk.
     """
     try:

@@ -42,8 +42,8 @@ def read_microbatch(
         this rank's slice [B, S/C] among C context parallel ranks. `num_counted` is the number of counted
         tokens on all C ranks. `documents` is None without document masking. Training with MTP_NUM_LAYERS=K
         adds the tensors of `future_batch`; `num_future` [K], the number of counted tokens per layer; and
-        `future_weight`, MTP_LOSS_COEFF / K. The weight is a tensor because a CUDA graph would freeze a
-        Python number.
+        `future_weight`, MTP_LOSS_COEFF / K. The weight is a tensor because a CUDA graph would treat a
+        Python number as a constant.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = config.microbatch_samples(seq_len)
@@ -167,13 +167,13 @@ def build_graphs(model: Sequence[Any], graph: Callable[[], CudaGraph]) -> Microb
 def graphs_step(
     graphs: MicrobatchGraphs, num_microbatches: int, data_iterator: Any, model: Any
 ) -> tuple[Tensor, Any]:
-    """Megatron's forward step with CUDA graphs. It also runs the backward pass, so its loss is 0."""
+    """Megatron's forward step with CUDA graphs. It also runs backward, and gives Megatron a loss of 0."""
     logged = graphs.run(next(data_iterator), num_microbatches)
     return logged, lambda logged: (torch.zeros_like(logged[0]), {"lm_loss": logged})
 
 
 def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup) -> None:
-    """Sets micro-batches' `weight` so that fully masked ones do not lower the mean. Called by every rank."""
+    """Sets `weight` so that fully masked micro-batches do not lower the mean loss. Called by every rank."""
     # Megatron averages over all micro-batches of all data parallel ranks. One that EOD_MASK_LOSS masks
     # completely has loss 0 and would lower the mean.
     num_counting = torch.stack([batch["num_counted"] > 0 for batch in microbatches]).sum()
@@ -188,7 +188,7 @@ def lm_loss(
     """This rank's share of a micro-batch's mean cross entropy.
 
     The shares of all C context parallel ranks sum to the mean. Megatron multiplies the loss by C and averages
-    gradients over DP*C ranks, so it sums the C shares.
+    gradients over DP*C ranks, so the C shares are summed.
 
     Args:
         loss_mask: [B, S], 1 for each counted token.
@@ -197,8 +197,8 @@ def lm_loss(
         weight: weight of the micro-batch, see `weigh_microbatches`.
 
     Returns:
-        This rank's share times `weight`, with gradient; and `lm_loss` for the log. `lm_loss` [2] is the sum
-        of the cross entropy over this rank's counted tokens, and the number of these tokens.
+        This rank's share of the mean, times `weight`, with gradient; and `lm_loss` for the log. `lm_loss` [2]
+        is the sum of the cross entropy over this rank's counted tokens, and the number of these tokens.
     """
     total = (losses.float() * loss_mask).sum()
     # An infinite loss may have finite gradients, and the other ranks see only the gradient norm. This makes

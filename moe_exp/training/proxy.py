@@ -102,7 +102,7 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Two dicts by name: outputs [number of modules, ...]; effects of a module's own weight updates."""
+        """Two dicts by name, [number of modules, ...]: outputs; output changes due to own weight updates."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()

@@ -75,7 +75,7 @@ class Recorder:
             self._profiler.start()
 
     def end(self, iteration: int) -> None:
-        """Stops recordings after their last iteration and writes their files."""
+        """Stops each recording whose last iteration is over, and writes its file."""
         for what, (first, last) in list(self._begun.items()):
             if iteration >= last:
                 del self._begun[what]

@@ -92,7 +92,7 @@ def check_replicas(
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict[str, dict[int, str]]:
-    """Returns problems (lines of text), each with {rank: host} of the copies that are known to be wrong. All
+    """Maps each problem (a line of text) to {rank: host} of the copies that are known to be wrong. All
     ranks get the same result. If there are no problems, this takes a single collective.
     """
     # Sums detect a problem; only then do the ranks exchange fingerprints by name.
@@ -154,7 +154,7 @@ def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
 
 
 def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
-    """Fingerprints of every rank, summed over names; uses one all-gather of a few numbers per rank."""
+    """For each rank, the fingerprints summed over tensors; uses one all-gather of a few numbers per rank."""
     sums = []
     for named in mine.tensors.values():
         # An odd factor per name: tensors swapped between two names change the sum.
@@ -238,7 +238,7 @@ def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str
 def group_problems(
     config: Config, model: list[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> list[str]:
-    """Lists parameters that have a wrong weight decay or learning rate or are not in exactly one group."""
+    """Lists parameters with a wrong weight decay or learning rate, and those not in exactly one group."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     in_checkpoints = names if are_alike(config) else parameter_names(model)
     problems = set()
@@ -430,11 +430,11 @@ def _gaps(own: Tensor, other: Tensor) -> Tensor:
 def suspects(
     replicas: Sequence[int], repeated: Sequence[float], by_neighbour: Sequence[float], *, bound: float
 ) -> tuple[list[int], str]:
-    """Ranks suspected of wrong results, and a text that says what their gradients differ from.
+    """Ranks suspected of wrong results, and a text that names the gradients used for comparison.
 
     Each list has one value per rank. `replicas`: index of the rank's model replica. `repeated`: difference
     between the rank's gradient and its gradient in a repeated computation. `by_neighbour`: difference
-    between the rank's gradient and its neighbor's in the preceding replica for the same computation.
+    between the rank's gradient and the same gradient computed by its neighbor in the preceding replica.
     """
     if found := [rank for rank, gap in enumerate(repeated) if gap > bound]:
         return found, "that of the same computation, repeated"

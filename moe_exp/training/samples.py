@@ -111,7 +111,7 @@ def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """Reads a batch. If a token is outside the vocabulary, raises ValueError with sample and documents."""
+    """Reads a batch. If a token is outside the vocabulary, a ValueError names its sample and documents."""
     # On a GPU the embedding would abort with a device-side assert that names neither.
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())

@@ -87,8 +87,8 @@ class CheckpointManager:
     def finish_written(self, ends: Sequence[IterationEnd]) -> float:
         """Finishes a pending save (ASYNC_SAVE) if all ranks have written it; returns the seconds waited.
 
-        `ends`: the ends of the iterations whose results training has just read. Every rank must call this
-        function with the same `ends`.
+        `ends`: the iteration results that training has just read. Every rank must call this function with
+        the same `ends`.
         """
         return self.finish() if self.writer.is_pending and ends and not ends[-1].is_writing else 0.0
 

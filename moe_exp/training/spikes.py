@@ -56,7 +56,7 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass
 class Baseline:
-    """Normal range of one quantity, from its last accepted values and their departures from the level."""
+    """Normal range of one quantity: level of its last accepted values, and spread around the level."""
 
     relative_floor: float = 0.0  # minimum of spread / level
     floor: float = 0.0  # minimum of the spread

@@ -85,7 +85,7 @@ def train_step(
 ) -> Step:  # fmt: skip
     """One iteration: forward and backward over all micro-batches, optimizer, schedule.
 
-    `last`: the previous iteration; it is settled here, before the optimizer reads the learning rate.
+    `last`: the previous iteration, which `settle` completes before the optimizer reads the learning rate.
     `check`: if it is due, this iteration's gradients are computed twice and compared.
     """
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
@@ -146,7 +146,7 @@ def complete(
 
 
 def end_iteration(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
-    """Starts one all-reduce of the stop reason, `is_writing` and the mean loss over all ranks.
+    """Starts one all-reduce over all ranks, of the stop reason, `is_writing` and the mean loss.
 
     The returned function waits for the all-reduce; call it after settling `step`.
     """

@@ -188,7 +188,7 @@ Seen = tuple[Fault | None, Origin, str]
 
 
 def blame(files: Iterable[Path]) -> list[Blame]:
-    """Groups faults in logs by kind, host, rank and device; sorts by cause (consequences last), then time."""
+    """Groups faults in logs by kind, host, rank and device; sorts by cause (order: CAUSES), then time."""
     logs: list[tuple[Origin, list[Seen]]] = []
     for path in files:
         with path.open(encoding="utf-8", errors="replace") as lines:

@@ -129,7 +129,7 @@ def diagnose_logs(
 
 
 def diagnose_failures(records: Sequence[Record], failures: Sequence[Mapping[str, Any]]) -> Diagnosis:
-    """Diagnoses `failures` (fields of `rank_failed` events). `records`: the run's records before them."""
+    """Diagnoses `failures` (fields of `rank_failed` events). `records`: the run's earlier records."""
     logs = []
     for one in failures:
         line = f"moe-exp: rank {one['rank']} on {one['host']} ({one['device']}) has failed: {one['cause']}"

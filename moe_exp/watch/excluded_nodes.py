@@ -28,7 +28,7 @@ _LONGEST_SHOWN = 100  # characters
 
 
 def exclude_list(run_dir: str) -> Path:
-    """Path of a job's list: the launcher's path, else the user's EXCLUDE_FILE, else a file in RUN_DIR."""
+    """Path of a job's exclude list: set by the launcher, else by EXCLUDE_FILE, else a file in RUN_DIR."""
     given = os.environ.get(EXCLUDE_FILE) or os.environ.get("EXCLUDE_FILE")
     return expanded(given or Path(run_dir) / EXCLUDE_NODES).absolute()
 
@@ -52,7 +52,7 @@ def read_excluded(path: Path) -> dict[str, str]:
 
 
 def exclude(path: Path, host: str, reason: str) -> bool:
-    """Adds a host, without its domain. Returns False if already listed; raises ValueError if invalid."""
+    """Adds a host to the list, without its domain. Returns False if already listed; ValueError if invalid."""
     host = slurm_name(host)
     path.parent.mkdir(parents=True, exist_ok=True)
     # two nodes that add a line at the same time must not lose one

@@ -1,8 +1,8 @@
 """Error messages of drivers, CUDA, NCCL, NICs, the kernel, SLURM, file systems and Python, with their causes.
 
 Xid numbers are from NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026).
-An Xid alone proves nothing: any Xid can come from a broken GPU, or from a program that writes to invalid
-addresses.
+An Xid alone does not prove a cause: every Xid can come from a broken GPU, but also from a program that writes
+to invalid addresses.
 """
 
 import re

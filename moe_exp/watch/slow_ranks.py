@@ -3,7 +3,7 @@
 All ranks wait for a slow rank, so only times that exclude waiting identify it. A rank is compared with its
 peers, which do the same work; a rank without peers is compared with all other ranks and its own past. A rank
 counts as slow only if it is slow over several samples (the more the times vary, the more samples are needed).
-If other programs keep all processors of a host busy, a rank there must also be slow for at least a minute.
+To count on a host that other programs keep fully busy, a rank must also be slow for at least a minute.
 Shapes: S samples, R ranks, N values of a rank.
 """
 
@@ -158,7 +158,7 @@ class SlowRanks:
 
 
 def report(name: str, found: Mapping[str, Any], excluded: Path | None) -> None:
-    """Logs an event of `SlowRanks.add`. If `excluded` is given, adds a slow rank's host to this list."""
+    """Logs an event of `SlowRanks.add`. Adds a slow rank's host to the list `excluded`, if given."""
     who = f"rank {found['rank']} ({found['device']})"
     if name == "slow_rank_end":
         logger.info("%s: %s is no longer slow", found["host"], who)

@@ -96,7 +96,7 @@ def save_advice(
 
     Args:
         save_interval: current SAVE_INTERVAL in iterations; 0: save only at the end.
-        mtbf_hours: mean time between failures of one of `num_nodes` nodes; None: measured for the whole job.
+        mtbf_hours: mean time between failures of one of `num_nodes` nodes; None: the job's measured mean.
         restart_seconds: time from a failure to the next resume; None: measured.
     """
     if not found.iteration_seconds or not found.save_seconds:

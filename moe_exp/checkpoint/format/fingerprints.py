@@ -9,8 +9,8 @@ position on it (SplitMix64; Steele, Lea and Flood 2014, Fast Splittable Pseudora
 sum is a multilinear hash (Lemire and Kaser 2014, Strongly universal string hashing is fast). A value's weight
 is the product of one w per axis, so:
 
-- The sum can be computed in any order and split in any way: the shards of every parallel layout add up to the
-  same number, and the ranks' partial sums only have to be added.
+- The sum can be computed in any order and split in any way: adding the ranks' partial sums gives the same
+  number in every parallel layout.
 - Changing one value always changes the sum, because odd weights are invertible modulo 2^64. Swapped values,
   permuted rows and exchanged shards go unnoticed with a probability of about 2^-40 (not 2^-64, because the
   low bits of round values are zero).
@@ -95,7 +95,7 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
 
 
 def axis_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
-    """Odd weights for positions `start` to `start + size - 1` on `axis`; axis 1 is the last axis."""
+    """Odd integer weights for positions `start` to `start + size - 1` on `axis`; axis 1 is the last axis."""
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
     # SplitMix64 with its constants as signed numbers, as PyTorch has no arithmetic for unsigned ones
     z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)

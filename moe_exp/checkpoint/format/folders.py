@@ -129,7 +129,7 @@ def existing(folder: Path) -> Path:
 
 
 class NewerFormatError(ValueError):
-    """The checkpoint is intact, but too new for this moe_exp. A run must not fall back to an older one."""
+    """An intact checkpoint, but too new for this moe_exp. Runs must not fall back to older checkpoints."""
 
 
 @dataclass(frozen=True)

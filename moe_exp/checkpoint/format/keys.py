@@ -7,7 +7,7 @@ Megatron has several key styles for the same model. This package reads all of th
   set (Megatron-LM's script sets it), the key is `decoder.layers.<layer>.X`.
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE layer: `pre_mlp_layernorm.weight` in the Transformer Engine spec and in this package,
-  `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. Dense MLPs use the second key in all specs.
+  `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. Dense MLPs use the latter key in all specs.
 - Router biases (ADD_BIAS_LINEAR): older versions of this package and of Megatron had routers without bias.
   For checkpoints of these versions, the biases are set to zero.
 """

@@ -4,8 +4,8 @@ A logical tensor has the same name in every style, such as
 `decoder.layers.3.self_attention.linear_qkv.weight`. In `decoder.layers.3.mlp.experts.5.linear_fc1.weight`
 [W, D], the gate is the first half of W. The norm before an MLP, dense or MoE, is
 `decoder.layers.3.pre_mlp_layernorm.weight`. Tensors outside layers keep their keys. A logical tensor is a
-box (index ranges) of one stored tensor, or two joined boxes (gate and up projection). It can be read without
-reading other tensors.
+box (index ranges) of one stored tensor, or two joined boxes (gate and up projection). Each logical tensor
+can be read without the others.
 
 The optimizer states `param` (fp32 main weights), `exp_avg`, `exp_avg_sq` and `ema` (moving average of the
 weights) have the same names as their weights.
@@ -119,8 +119,8 @@ def states(reader: CheckpointReader) -> list[str]:
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """Returns the logical tensors by name: the weights or, if `state` is set, that optimizer state. In this
-    order, a reader that keeps KEEP_BYTES of recently read chunks reads most chunks only once.
+    """Returns the logical tensors by name: the weights or, if `state` is set, that optimizer state.
+    If tensors are read in the dict's order, a cache of KEEP_BYTES lets most chunks be read only once.
     """
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
@@ -152,8 +152,8 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """Returns the logical name of the tensor at `place` (leading indices) in the stored tensor `key`.
-    Also returns which half of a gated projection it is: `w` (gate), `v` (up), or '' for other tensors.
+    """Returns the logical name of the part of stored tensor `key` at the leading indices `place`.
+    Also returns which half of a gated projection this part is: `w` (gate), `v` (up), or '' for other tensors.
     """
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
@@ -184,7 +184,7 @@ def layer_of(name: str) -> tuple[int | None, str]:
 
 
 def group_of(name: str) -> str:
-    """Group of a logical tensor: `norms`, a group in `_GROUPS`, or `other`."""
+    """Name of a logical tensor's group: `norms`, a group in `_GROUPS`, or `other`."""
     parts = name.split(".")
     if any("norm" in part for part in parts[-2:]):
         return "norms"

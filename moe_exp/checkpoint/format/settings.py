@@ -62,7 +62,7 @@ def saved_start(common: Mapping[str, Any]) -> Start:
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:
-    """An iter_ folder's settings for one rank, with `changes`. ValueError if they are missing or damaged."""
+    """An iter_ folder's settings for one rank, with `changes`. ValueError for missing or damaged settings."""
     name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
     if not isinstance(saved, dict):

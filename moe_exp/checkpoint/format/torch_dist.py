@@ -140,8 +140,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 def read_common(folder: Path) -> dict[str, Any]:
     """Reads the unsharded state: optimizer settings, schedule, progress, config. Megatron-LM's arguments
-    become `Inert` copies (without code). Raises ValueError if the file is missing, is damaged, or refers to
-    code outside Megatron-LM.
+    become `Inert` copies, which have data but no code. Raises ValueError if the file is missing, is damaged,
+    or refers to code outside Megatron-LM.
     """
     path = folder / COMMON
     # Since Megatron 0.19, an object replaces this file.
@@ -154,7 +154,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class Inert:
-    """Copy of an object that keeps only the object's attributes or constructor arguments, but no code."""
+    """Stand-in for a pickled object: has the object's attributes or constructor arguments, but no code."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -186,7 +186,7 @@ _INERT_PICKLE = types.SimpleNamespace(
 
 
 def _load_foreign(file: IO[bytes]) -> Any:
-    """Loads tensors and plain values; Megatron-LM's objects become `Inert` copies, without their code."""
+    """Loads tensors and plain values; Megatron-LM's objects become `Inert` copies, which have no code."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -280,7 +280,7 @@ class CheckpointReader:
         return Chunk(at, tuple(sizes), place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        """Reads a tensor or its box of shape `sizes` at `offsets`. KeyError: unknown. ValueError: damaged."""
+        """Reads a tensor, or a part of shape `sizes` at `offsets`. KeyError: unknown. ValueError: damaged."""
         stored = self.tensors[key]
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
         # Narrows the search by the first axis, since a stacked tensor has thousands of chunks.

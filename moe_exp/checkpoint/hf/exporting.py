@@ -61,7 +61,7 @@ def to_hf(
         tokenizer: tokenizer folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
         like: Hugging Face folder that provides generation_config.json, token ids and
             max_position_embeddings. If several transformers classes are equivalent to the model, `like` also
-            selects the class. None: the folder that the checkpoint or its run's LOAD_DIR was converted from.
+            selects the class. None: the original folder if the checkpoint or its run's LOAD_DIR was imported.
 
     Raises:
         ValueError: if the checkpoint has no settings, no architecture is equivalent to the model, tensors are

@@ -49,7 +49,7 @@ def field_rule(
 
 
 def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
-    """Value of a field. If the field is missing or null: `default`, or UnsupportedModel without a default."""
+    """Value of a field; `default` if it is missing or null. Raises UnsupportedModel if neither is given."""
     value = fields.get(name)
     if value is not None:
         return value
@@ -134,8 +134,8 @@ def windows(
             `layer_types`, and either all layers have a window or no layer has one.
         names: further fields that `has_window` reads.
         switched: whether `use_sliding_window=false` disables windows.
-        rotated: whether a `sliding_window` that is not null limits rotary embeddings to layers with a
-            window and layers for which `also_rotated` returns true.
+        rotated: if true and `sliding_window` is not null, only layers with a window and layers for which
+            `also_rotated` returns true have rotary embeddings.
         unused: value of `sliding_window` in models without windows, for a class that does not allow null.
     """
 
@@ -285,7 +285,7 @@ def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> Fi
 
 
 def shared_experts(name: str = "n_shared_experts") -> FieldRule:
-    """Rule for the number of shared experts. The settings merge them into one expert of their total width."""
+    """Rule for the number of shared experts, which the settings treat as one expert of their total width."""
     return FieldRule(
         (name,),
         lambda f: {"shared_expert_size": given(f, name) * given(f, "moe_intermediate_size")},
@@ -322,7 +322,7 @@ def hunyuan_experts(fields: Fields) -> Settings:
 
 def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> FieldRule:
     """Rule for group-limited top-k. The model class ranks each group by the scores of its top `best` experts.
-    `methods`: value of `topk_method` for models without groups, and its value for models with groups.
+    `methods`: values of `topk_method` for models without groups and for models with groups, in this order.
     """
 
     def read(fields: Fields) -> Settings:
@@ -367,8 +367,9 @@ SIGMOID_ROUTING = FieldRule(
 
 
 def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
-    """Rule for the coefficients of balancing loss and z-loss. DeepSeek's class computes no loss, so a missing
-    `aux_loss_alpha` means 0. If `seq_aux` is true (the default), the loss is per sequence, else per batch.
+    """Rule for the coefficients of balancing loss and z-loss. DeepSeek's model class computes no
+    loss, so a missing `aux_loss_alpha` means 0. If `seq_aux` is true (the default), the loss is per
+    sequence, else per batch.
     """
     is_optional = weight == "aux_loss_alpha"
     names = [weight, "router_z_loss_coef", *(("router_aux_loss_coef", "seq_aux") if is_optional else ())]

@@ -1,4 +1,4 @@
-"""Tables for families*.py that map a layer's tensors in transformers to checkpoint tensors."""
+"""Tables that map a layer's tensors in transformers to checkpoint tensors, for families*.py."""
 
 from dataclasses import replace
 

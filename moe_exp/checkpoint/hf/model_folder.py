@@ -68,8 +68,8 @@ class StoredWeight:
 
 
 class ModelFolder:
-    """Config and weights of a folder; reads tensors on request. Uses the same files as `from_pretrained` in
-    transformers: model.safetensors, else the files in the index. ValueError if a file is missing or damaged.
+    """Config and weights of a folder; reads tensors on request. Like `from_pretrained` of transformers, uses
+    model.safetensors if it exists, else the files in the index. ValueError if a file is missing or damaged.
     """
 
     def __init__(self, path: Path):
@@ -369,7 +369,7 @@ def kept_fields(folder: Path | None) -> dict[str, Any]:
 
 
 def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `trained` without the fields for which `old` has a list that already contains the id."""
+    """Returns `trained` without each field whose id is already in the field's list in `old`."""
     lists = {name: ids for name, ids in old.items() if isinstance(ids, list)}
     return {name: index for name, index in trained.items() if index not in lists.get(name, ())}
 

@@ -1,4 +1,4 @@
-"""Rules for rotary embeddings in a config.json: the same one in all layers, or one per kind of layer."""
+"""Rules for rotary embeddings in a config.json: one embedding for all layers, or one per kind of layer."""
 
 import math
 from typing import Any
@@ -19,9 +19,9 @@ _KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn":
 def rope(
     theta: float, *, fraction: float | None = None, stretches: bool = False, default: Fields | None = None
 ) -> FieldRule:
-    """Rule for the rotary embedding. `theta` is the default base, and `fraction` the default of the rotated
-    fraction of a head. If `fraction` is None, only 1 is allowed. `default` replaces `rope_parameters` if both
-    `rope_parameters` and `rope_scaling` are missing.
+    """Rule for the rotary embedding. `theta` is the default base; `fraction` is the default fraction of a
+    head that is rotated. If `fraction` is None, only 1 is allowed. `default` replaces `rope_parameters` if
+    both `rope_parameters` and `rope_scaling` are missing.
     `stretches`: whether `alpha` scales the base if the type is `dynamic` (Hunyuan).
     """
     whole = fraction is None

@@ -7,7 +7,7 @@ expert and T = 2S in the shared expert. With multi-head latent attention, A is t
 and B the rank of compressed keys; R is B plus the rotary part of a key; N is all queries; M is all values
 plus all keys without the rotary part; O is all values.
 
-Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours"), all reversible:
+Reversible ways to join Hugging Face tensors ("theirs") into one tensor of a checkpoint ("ours"):
 
 - plain   the same tensor in both formats.
 - padded  zero rows pad our vocabulary to a multiple of 128. Added tokens without a row in the Hugging Face
@@ -268,8 +268,8 @@ def _pieces_of(
 
 
 def by_expert(piece: MappedPiece) -> Iterator[tuple[MappedPiece, int | None]]:
-    """Yields the whole piece and None. If its `join` reorders each expert's values (which requires a copy),
-    yields each expert's part of the piece and the expert's index instead.
+    """Yields the whole piece and None, unless the piece's `join` reorders each expert's values (which
+    requires a copy). Then yields, for each expert, the expert's part of the piece and the expert's index.
     """
     if piece.join not in _OF_EXPERTS:
         yield piece, None

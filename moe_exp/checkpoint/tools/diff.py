@@ -48,7 +48,7 @@ class Comparison:
 
     @property
     def num_equal(self) -> int:
-        """Number of tensors whose values are all equal."""
+        """Number of tensors with equal values in A and B."""
         return sum(tensor.is_equal for tensor in self.tensors)
 
     def worst(self, count: int) -> list[TensorDifference]:

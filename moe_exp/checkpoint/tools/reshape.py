@@ -190,7 +190,7 @@ class _Work:
             yield key + suffix, part.reshape((1,) * len(axes) + part.shape), shape, offsets
 
     def _styled(self, key: str, name: str) -> tuple[str, list[tuple[int, int]]]:
-        """A logical tensor's key in the new style, and (index, size) of each stacked axis: layer, expert."""
+        """New-style key of a logical tensor, and (index, size) of its layer and expert axes if stacked."""
         key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
         key = key[:-2] if key.endswith(("_w", "_v")) else key
         (layer, _), expert, axes = naming.layer_of(name), _expert_of(name), []
@@ -242,10 +242,10 @@ def _expert_of(name: str) -> int:
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """Weights of `number` checkpoints, oldest first. The weights sum to 1. If `name` is `1-sqrt`, `cosine`,
-    `inverse-sqrt` or `uniform` (linear), the average replaces a learning rate decay of this shape. With
-    `ema`, each weight is `ema_decay` times the next weight. Otherwise, `name` is comma-separated numbers.
-    Raises ValueError if the name is unknown or the numbers are invalid.
+    """Weights of `number` checkpoints, oldest first. The weights sum to 1. If `name` is `1-sqrt`, `cosine`
+    or `inverse-sqrt`, the average replaces a learning rate decay of this shape; `uniform` replaces a linear
+    decay. With `ema`, each weight is `ema_decay` times the next weight. Otherwise, `name` is comma-separated
+    numbers. Raises ValueError if the name is unknown or the numbers are invalid.
     """
     if name in _DECAYS:
         decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]
@@ -287,7 +287,7 @@ def average(
     """Writes the weighted average of `sources` as a weights-only checkpoint with the last source's iteration.
     The sources are iter_ folders of any layout, oldest first. `of_ema` averages the stored moving averages
     (EMA_DECAY) instead. The expert bias has no moving average, so its own values are averaged. Raises
-    ValueError if models differ or lack needed moving averages, and in the same cases as `reshape`.
+    ValueError if the models differ or a needed moving average is missing, and whenever `reshape` would.
     """
     readers = [CheckpointReader(source, keep_bytes=naming.KEEP_BYTES // len(sources)) for source in sources]
     stored = [naming.logical_tensors(reader) for reader in readers]

@@ -58,7 +58,7 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
     """Rewrites a torch.save file if the new file is smaller and contains the same values. The new file is
-    `target`, which must not exist; without `target`, it replaces `path`. Permissions and times are kept.
+    written to `target` (must not exist); by default, it replaces `path`. Permissions and times are kept.
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
@@ -97,7 +97,7 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
 
 
 def _write(temporary: Path, loaded: Any, islands: Sequence["_Island"], path: Path) -> str:
-    """Writes the smaller file and reads it back. Returns what went wrong, or an empty string on success."""
+    """Writes and rereads a smaller copy of `path`. Returns what went wrong, or an empty string on success."""
     state = path.stat()
     memo: dict[int, Any] = {}
     for island in islands:

@@ -215,7 +215,7 @@ class DataSettings(OptimizerSettings):
                 yield self.problem("data_stages", rule, f"start the stage at sample {' or '.join(fits)}")
 
     def _batch_around(self, sample: int, consumed: int, skipped: Sequence[tuple[int, int]]) -> list[int]:
-        """Start and end of the future batch that contains `sample`; [] if a batch starts at `sample`."""
+        """Start and end of the batch that will contain `sample`; [] if a batch starts at `sample`."""
         left_out = sum(min(end, sample) - start for start, end in skipped if start < sample)
         own, begin = sample - left_out, consumed
         for step in self.batches.steps(own + 1, consumed):

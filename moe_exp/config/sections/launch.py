@@ -82,7 +82,7 @@ class LaunchSettings(BaseModel):
         return problem(name, as_given(getattr(self, name)), rule, fix)
 
     def broken(self, *rules: tuple[object, str, str, str]) -> Iterator[str]:
-        """Yields an error line for each broken rule; an argument holds (is_broken, name, rule, fix)."""
+        """Yields an error line for each broken rule; each argument is (is_broken, name, rule, fix)."""
         return (self.problem(name, rule, fix) for is_broken, name, rule, fix in rules if is_broken)
 
     def must_divide(self, name: str, whole_name: str, whole: int) -> Iterator[str]:

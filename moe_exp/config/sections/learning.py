@@ -59,7 +59,7 @@ class Batches(NamedTuple):
     def steps(
         self, num_samples: int | None = None, consumed: int = 0, iterations: int | None = None
     ) -> list[RampStep]:
-        """Steps after `consumed` samples, in order; batch sizes that no iteration uses are omitted.
+        """Batch-size steps after `consumed` samples, in order. Omits batch sizes that no iteration uses.
 
         If `num_samples` is given, the steps end when the total of consumed samples reaches it. Otherwise, the
         steps cover `iterations` iterations (default: TRAIN_ITERS).
@@ -151,7 +151,7 @@ class LearningSettings(ParallelSettings):
         return Batches(self.gbsz, self.rampup, self.train_iters)
 
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
-        """MTP_LOSS_COEFF after `consumed_samples`. As for LR, its schedule has iterations of GBSZ samples."""
+        """MTP_LOSS_COEFF after `consumed_samples`. The schedule's iterations have GBSZ samples, as for LR."""
         batches, last = consumed_samples / self.gbsz, self.decay_end
         pieces = parsers.value_pieces(str(self.mtp_loss_coeff))
         return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))

@@ -269,7 +269,7 @@ class ModelSettings(LaunchSettings):
 
     def without_effect(self, switch: str, names: Sequence[str], needed: str = "") -> Iterator[str]:
         """Yields an error line for each setting in `names` that differs from its default but has no effect.
-        For an effect, setting `switch` must be `needed`; if `needed` is empty, anything but 0 and none.
+        `names` have an effect if setting `switch` is `needed` or, if `needed` is empty, neither 0 nor none.
         """
         value, switch = as_given(getattr(self, switch)), switch.upper()
         if value == needed if needed else value not in ("0", "none"):

@@ -121,7 +121,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def all_moe_layers(self) -> list[bool]:
-        """`moe_layers`, then the value of the last layer again for each multi-token prediction layer."""
+        """`moe_layers`, followed by one copy of its last value per multi-token prediction layer."""
         return self.moe_layers + self.moe_layers[-1:] * self.mtp_num_layers
 
     @property

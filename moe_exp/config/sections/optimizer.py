@@ -104,8 +104,8 @@ class OptimizerSettings(LearningSettings):
             yield from self._expert_backend_problems()
 
     def _optimizer_problems(self) -> Iterator[str]:
-        """Checks the settings of the optimizer, its state, the data types and DeepEP. When the MoE layer is
-        built, it checks whether DeepEP is installed and a GPU is present.
+        """Checks the settings of the optimizer, its state, the data types and DeepEP. Building the
+        MoE layer checks whether DeepEP is installed and a GPU is present.
         """
         optimizer, is_deepep = OPTIMIZERS[self.optimizer], self.use_moe and self.dispatcher == "deepep"
         is_bf16 = self.optimizer_state_dtype == "bf16"

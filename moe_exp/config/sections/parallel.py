@@ -93,7 +93,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def needs_own_layers(self) -> bool:
-        """Whether Transformer Engine's layers cannot be used (they fuse norms with the next projection)."""
+        """Whether norm settings rule out Transformer Engine's layers, which fuse norms with projections."""
         return (
             "norm" in self.recomputed
             or (self.norm_placement, self.norm_bias, self.qk_norm_epsilon) != ("pre", True, 0)

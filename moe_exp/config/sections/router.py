@@ -31,13 +31,13 @@ class RouterRules:
             arXiv:2412.14711). With `relu`, a token uses every expert whose logit is positive, and this
             logit is the expert's weight. The loss `l1` adjusts the mean number of experts per token to K.
         top_p: of its K experts, a token uses the fewest whose scores add up to this fraction; 1: all K.
-        num_null_experts: number of experts that compute nothing, besides the E experts. For each
-            null expert that a token chooses, it uses one real expert fewer. Null experts are balanced like
-            other experts.
+        num_null_experts: number of null experts, which compute nothing and are not counted in E. For each
+            null expert that a token chooses, the token uses one real expert fewer. Null experts are balanced
+            like other experts.
         pre_softmax: apply the softmax to all experts before top-k (Switch, OLMoE); False: only to the chosen
             K (Mixtral).
-        normalize: divide the chosen weights by their sum. None: as in the literature, True for sigmoid
-            and sqrtsoftplus if K > 1, otherwise False. For softmax, True has the effect of Qwen3's
+        normalize: divide the chosen weights by their sum. None: True for sigmoid and sqrtsoftplus if
+            K > 1, otherwise False, as in the literature. For softmax, True has the effect of Qwen3's
             `norm_topk_prob`.
         scaling_factor: the weights are multiplied by this factor after normalization.
         num_groups: number of expert groups for group-limited top-k; 0: none.

@@ -37,7 +37,7 @@ _MOST_FINDERS = 64  # each opens a file of every task
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Settings of a conversion, which fails if a document lacks a metadata field that a filter needs.
+    """Settings of a conversion. A conversion fails if a document lacks a metadata field that a filter needs.
 
     `dedup` keeps one copy of each text; its metadata field `duplicate_count` counts the removed copies.
     `decontaminate` drops documents that share 12 consecutive words with a text of the given benchmarks.

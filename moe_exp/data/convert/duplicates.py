@@ -1,8 +1,8 @@
 """Removes duplicates with datatrove: finds sets of duplicates in several passes, then keeps one of each set.
 
 A hash of the text finds exact duplicates. MinHash finds near-duplicates in three passes: signatures, pairs,
-clusters. If the word n-grams of two texts have the Jaccard similarity s, the texts become a pair with
-probability 1 - (1 - s^rows)^buckets, where each bucket has `rows` hashes (Broder 1997; Leskovec, Rajaraman,
+clusters. Two texts whose word n-grams have the Jaccard similarity s become a pair with the
+probability 1 - (1 - s^rows)^buckets; each bucket has `rows` hashes (Broder 1997; Leskovec, Rajaraman,
 Ullman, Mining of Massive Datasets, 3.4). Each cluster keeps its longest text; if several are equally long, it
 keeps the one with the smallest hash. The result thus depends only on the documents, not on the number of
 tasks or the order of files. datatrove's own cluster step instead prefers documents with many pairs, and needs

@@ -108,7 +108,7 @@ class Counts(Counted):
     samples: list[dict[str, Any]] = field(default_factory=list)  # some of the dropped documents
 
     def check(self, who: str) -> None:
-        """Raises ValueError unless the originals of dropped and written texts add up to the texts read."""
+        """Raises ValueError unless texts read = texts dropped + texts written, all counted before edits."""
         # an edited document enters as its old text and leaves as its new one
         before = reduce(iadd, (self.read, *(new for _, new in self.edited.values())), Tally())
         old = (tally for tally, _ in self.edited.values())
@@ -156,7 +156,7 @@ def filter_by(keeps: Callable[[Any], Any]) -> Any:
 def has_field(
     document: Any, field: str, *, allowed: Sequence[str] | None = None, minimum: float | None = None
 ) -> bool:
-    """Whether a metadata field is in `allowed`; if `allowed` is None, whether it is at least `minimum`."""
+    """Whether a metadata field's value is in `allowed` or, if `allowed` is None, at least `minimum`."""
     value, fix = document.metadata.get(field), "omit this filter"
     if value is None:
         raise input_error(field, f"document {document.id} has no field {field!r}", fix)

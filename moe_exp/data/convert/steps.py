@@ -1,4 +1,4 @@
-"""First step (reader) and last step (writer) of a datatrove pipeline. Their counts reveal lost documents.
+"""First step (reader) and last step (writer) of a datatrove pipeline. Their document counts reveal losses.
 
 A datatrove step is any callable that takes documents, rank and world size. These steps, and the filters
 between them, are plain classes that can be pickled. datatrove's own objects are created only in the process

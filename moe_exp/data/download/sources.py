@@ -63,7 +63,7 @@ class Source:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether this is the standard library, part of the embedded corpus."""
+        """Whether this source is Python's standard library, which is in the embedded corpus."""
         return self.repository is None and self.path is None and not self.url
 
 
@@ -152,8 +152,8 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
 
     Args:
         sizes: maps each file's name to its size in bytes.
-        patterns: name patterns. If a pattern matches both record files (JSON and tables) and text files,
-            the matching text files are ignored.
+        patterns: name patterns. If a pattern matches record files (JSON and tables) and also text files,
+            the text files are ignored.
         where: folder or URL, for messages.
     """
     # Only a few for error messages: a folder may have a million files.
@@ -292,7 +292,7 @@ def torch_documents(max_bytes: int, root: Path | None = None) -> Iterator[tuple[
 
 
 def path_hash(path: str) -> bytes:
-    """Hash of a file's path, for ordering or splitting files. Other files do not affect it."""
+    """Hash of a file's path, for ordering or splitting files. The hash does not depend on other files."""
     return hashlib.sha256(path.encode()).digest()
 
 

@@ -1,4 +1,4 @@
-"""Transfers to and from object stores: downloads of sources, and `moe-exp data push` and `pull` of outputs.
+"""Downloads sources from object stores; copies outputs to and from stores (`moe-exp data push` and `pull`).
 
 The manifest of an output is transferred last; an output without a manifest counts as incomplete. `pull`
 verifies all hashes.
@@ -95,7 +95,7 @@ def fetch_from_store(source: Source, listing: Listing, stage: CorpusStage) -> No
 
 
 def _place(source: Source) -> tuple[Store, dict[str, StoredFile]]:
-    """The store of a source, and {name: file} if its URL names a file, or {} if it names a folder."""
+    """Returns the store of a source, and its file as {name: file}, or {} if the URL names a folder."""
     parent, _, name = source.url.rpartition("/")
     # A folder may be named like a file: Spark writes folders called x.parquet.
     if ending(source.url) and (found := Store(parent).find(name)):

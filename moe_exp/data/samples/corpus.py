@@ -142,9 +142,9 @@ def shuffled(size: int, key: int) -> Int64Array:
 def permuted(index: int, size: int, key: int) -> int:
     """Image of `index` under a keyed permutation of range(size), computed without a table.
 
-    A Feistel network permutes the range up to the next power of four. The network is applied until the result
-    is below `size`, on average fewer than four times (cycle-walking; Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains").
+    A Feistel network permutes the range up to the next power of four. The network is applied again
+    until the result is below `size`, on average fewer than four times (cycle-walking; Black and Rogaway
+    2002, "Ciphers with arbitrary finite domains").
     """
     half_bits = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1
@@ -179,7 +179,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Samples that are alike: each contains the same number of pieces of every length."""
+    """Samples that are alike: for any length, all have the same number of pieces of that length."""
 
     count: int
     items: tuple[Item, ...] = ()
@@ -221,12 +221,12 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
 
 
 class PackedCorpus(Corpus):
-    """Windows of whole documents, padded with end-of-document tokens. Memory use per document and cached
-    epoch is 16 bytes more than that of `Corpus`.
+    """Windows of whole documents, padded with end-of-document tokens. A cached epoch takes 16 bytes more
+    per document than with `Corpus`.
 
-    Only documents longer than a window are cut into pieces. In each epoch, every token of a piece except the
-    last is an input exactly once. Consecutive pieces of a document overlap by one token. Documents of one
-    token are omitted.
+    Only documents longer than a window are cut into pieces. In each epoch, every token of a piece is an
+    input exactly once, except the piece's last token. Consecutive pieces of a document overlap by one token.
+    Documents of one token are omitted.
     """
 
     def _count_windows(self, files: TokenFiles) -> int:
@@ -269,7 +269,7 @@ class PackedCorpus(Corpus):
 
 
 def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
-    """Number of pieces of each length, [seq_len + 2], into which documents of `lengths` tokens are cut."""
+    """How many pieces of each length result from cutting documents of `lengths` tokens; [seq_len + 2]."""
     num_full, rest = _cut(lengths, seq_len)
     counts = np.bincount(rest, minlength=seq_len + 2)
     counts[0], counts[-1] = 0, num_full.sum()

@@ -29,7 +29,7 @@ _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
 
 class DataStage(NamedTuple):
-    """Stage `number` (from 0) of DATA_STAGES. If `has_filler` is true, its samples may end in padding."""
+    """Stage `number` (from 0) of DATA_STAGES. If `has_filler`, samples of the stage may end in padding."""
 
     number: int
     seq_len: int
@@ -147,7 +147,7 @@ class SampleStream:
         return Origin(corpus.prefix, corpus.documents(window))
 
     def _place(self, index: int) -> tuple[Corpus, int]:
-        """Corpus that contains a sample, and the number of the sample's window in it."""
+        """Corpus that contains sample `index`, and the number of the sample's window in that corpus."""
         stage = self._stages[self.stage_at(index).number]
         local = (index - stage.first_sample) * self.seq_len // stage.seq_len
         position, window = blend_position(local, stage.weights)
@@ -275,7 +275,7 @@ def future_batch(
         batch: result of `split_batch` for `tokens_BS1`.
 
     Returns:
-        `future_tokens`, int64 [B, S, K+1]: the tokens 1 to K+1 positions ahead, or 0 beyond the end of the
+        `future_tokens`, int64 [B, S, K+1]: for each position, the next K+1 tokens; 0 beyond the end of the
         sample. Layer k reads the token k positions ahead and predicts the token k+1 positions ahead.
         `future_mask`, float32 [B, S, K]: 1 or 0 for each position i and layer k. It is 1 if the predicted
         token exists, `loss_mask` counts this token, and the tokens at i and i+k belong to the same document
@@ -347,8 +347,8 @@ def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range
 def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
-    """Ranges to skip after a resume: the checkpoint's ranges (`saved`) and, from the checkpoint's position
-    on, the run's requested ranges (`wanted`). Before that position, only samples in `saved` were skipped.
+    """Ranges to skip after a resume: the checkpoint's ranges (`saved`) and the run's requested ranges
+    (`wanted`). `wanted` counts only from the checkpoint's position on; before it, only `saved` was skipped.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.
@@ -359,7 +359,7 @@ def skipped_from(
 class SkippingSamples:
     """The samples in `samples` without the `skipped` ranges, numbered in the order of consumption.
 
-    `length`: number of samples of a finite stream (as in Megatron's order); None for an endless stream. A
+    `length`: number of samples of a finite stream (Megatron's order is finite); None for an endless stream. A
     finite stream repeats its first samples at the end to make up for the skipped ones.
     """
 

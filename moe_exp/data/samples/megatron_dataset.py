@@ -52,7 +52,7 @@ class MegatronSamples:
 
     def sample(self, index: int) -> Int64Array:
         """Sample `index`: int64 token ids of shape [S1]. Raises ValueError if `index` is beyond the last
-        sample, because an order for more samples would not begin with these samples.
+        sample, because Megatron would put a larger number of samples in a different order.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
@@ -103,7 +103,7 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
 
     Raises:
         ValueError: if a file is missing or damaged, the training or validation data are smaller than one
-            sample, or there are too few samples and no weights (Megatron repeats data only with weights).
+            sample, or data without weights have too few samples (Megatron repeats only data with weights).
     """
     shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
     if order.split and order.num_valid_samples and shares[1] is None:

@@ -106,7 +106,7 @@ def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A difference from the checkpoint in a setting that determines the samples or their order."""
+    """A setting that differs from the checkpoint and determines the samples or their order."""
 
     name: str
     value: object

@@ -57,7 +57,7 @@ class LineBlocks:
 
         Raises:
             ValueError: if a line is longer than `longest_bytes`.
-            One of `kinds.DAMAGE`: if a compressed file is damaged or truncated.
+            An exception in `kinds.DAMAGE`: if a compressed file is damaged or truncated.
         """
         kept, at_start, left = 0, start == 0, sys.maxsize if end is None else end - start
         with _open(path, start, self.text_field, self.rule) as readinto:
@@ -143,7 +143,7 @@ class DocumentBlocks:
         self.lines, self.tally, self.skip_bad, self.most_lines = lines, tally, skip_bad, most_lines
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[Documents]:
-        """Yields the documents of each block of `LineBlocks.read`, at most `most_lines` lines at a time.
+        """Yields the documents of the blocks from `LineBlocks.read`, at most `most_lines` lines at a time.
 
         Raises:
             BadDocument: if a line is invalid, or a compressed file is damaged.

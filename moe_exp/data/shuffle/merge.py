@@ -1,7 +1,7 @@
 """Merges the shards of a folder, except its validation file, into one JSONL file.
 
 Shards written by `shuffle` are copied, and must match the shuffle's manifest. In a folder without such a
-manifest, each document is checked, then written without BOM and CR and with LF at its end.
+manifest, each document is checked. BOM and CR are removed, and each document ends with LF.
 """
 
 from collections.abc import Iterator, Mapping

@@ -84,8 +84,8 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 @dataclass
 class ValidTally(Counted):
-    """Counts the documents with `text_choices` below `threshold`. If there are no such documents, counts the
-    documents with the smallest value.
+    """Counts the documents with `text_choices` below `threshold`. If no choice is below `threshold`, counts
+    the documents with the smallest choice.
     """
 
     threshold: int  # validation fraction times 2**64
@@ -100,7 +100,7 @@ class ValidTally(Counted):
             self.__iadd__(ValidTally(self.threshold, below, int(smallest), at_smallest))
 
     def limit(self) -> int:
-        """Exclusive upper bound of the `text_choices` of validation documents."""
+        """Validation documents are those with `text_choices` below this limit."""
         return self.threshold if self.below.num_documents else self.smallest + 1
 
     def __iadd__(self, other: "ValidTally") -> "ValidTally":
@@ -282,7 +282,7 @@ def scatter(job: TaskShuffle, rank: int) -> int:
 
 
 def index_and_scatter(job: TaskShuffle) -> int:
-    """Runs both passes of a shuffle with only one task: parses and copies each line while it is in cache."""
+    """Runs both passes of a one-task shuffle at once: parses and copies each line while it is in cache."""
     assert job.num_buckets is not None
     limit, is_known = max(1, job.threshold), False
     while not is_known:
@@ -296,7 +296,7 @@ def index_and_scatter(job: TaskShuffle) -> int:
 
 
 def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: Iterator[_Block]) -> int:
-    """Sorts each of the `blocks` by bucket and copies it. `first`: how many documents precede the blocks."""
+    """Sorts each block by bucket and writes the result. `first`: how many documents precede the `blocks`."""
     num_documents, written = 0, np.zeros(2, dtype=np.int64)
     paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
     total = np.zeros((buckets.number, 2), dtype=np.int64)

@@ -1,10 +1,10 @@
 """Shuffles the documents of all inputs into shards and a validation file, within a memory budget.
 
 The output bytes depend only on the seed, the inputs and their order, not on memory, number of tasks, machine
-or interruptions. Shards are ranges of the shuffled order and differ in size by at most one document. A
-document is held out for validation if a hash of its text and the seed is below the requested fraction, so
-documents with the same text stay together. If no hash is below the fraction, the text with the smallest hash
-is held out. Lines are written with LF line endings and without a BOM.
+or interruptions. Shards are ranges of the shuffled order and differ in size by at most one document.
+Documents are held out for validation if their hash is below the requested fraction. The hash depends only on
+text and seed, so documents with the same text stay together. If no hash is below the fraction, the text with
+the smallest hash is held out. Lines are written with LF line endings and without a BOM.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 

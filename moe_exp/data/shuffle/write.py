@@ -145,7 +145,7 @@ class Scattered:
                 yield placed
 
     def _documents(self, bucket: int, low: int, end: int) -> Placed:
-        """Documents of a bucket whose keys are in [low, end)."""
+        """A bucket's documents with keys in [low, end)."""
         parts = [Placed(np.empty(0, RECORD), np.empty(0, np.int32), np.empty(0, np.int64))]
         for task in range(self.job.num_tasks):
             path = self.job.place("scattered", task, ".index")
@@ -236,7 +236,7 @@ class LineBuffer:
         self.view = memoryview(buffer)
 
     def read(self, path: Path, places: Places, begins: Places, ends: Places) -> None:
-        """Reads a file's lines, which start at offsets `places`, into ranges [begins, ends) of the buffer."""
+        """Reads the lines at offsets `places` of a file into ranges [begins, ends) of the buffer."""
         # Lines adjacent in both the file and the buffer have the same offset difference: one read per run.
         is_first = np.diff(places - begins, prepend=0) != 0
         is_first[0] = True

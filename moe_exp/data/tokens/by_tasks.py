@@ -95,7 +95,7 @@ class _Placed(NamedTuple):
 
 
 def join_parts(job: TaskTokens, rank: int) -> int:
-    """Second pass: checks parts and writes a task's blocks of the .bin; returns the number of bytes."""
+    """Second pass: checks parts and copies them to a task's blocks of the .bin; returns the byte count."""
     made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
     bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
     found = zip(job.parts, made, bounds, strict=True)

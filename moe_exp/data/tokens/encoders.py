@@ -104,8 +104,8 @@ def one_thread() -> Iterator[None]:
 def choose_backend(
     tokenizer: TextTokenizer, requested: str, sample: Sequence[str]
 ) -> tuple[str, str, Encoder]:
-    """Chooses the backend: `gigatoken` or `tokenizers`. Here `tokenizers` means the package that defines the
-    tokenizer, whichever it is. Returns the backend, the reason for it, and the encoder.
+    """Chooses the backend: `gigatoken` or `tokenizers`. The name `tokenizers` stands for the tokenizer's own
+    package, even if that package has another name. Returns the backend, the reason for it, and the encoder.
 
     `auto` uses gigatoken if it is installed, can load the tokenizer, and returns the same ids as the
     tokenizer's own package. Raises ValueError if gigatoken was requested but cannot be used.
@@ -155,7 +155,7 @@ def find_differences(encoder: Encoder, reference: Encoder, texts: Sequence[str])
 
 
 def own_package(tokenizer: TextTokenizer) -> Encoder:
-    """Encoder of the package that defines the tokenizer. Inside `one_thread`, it runs in one thread."""
+    """Encoder of the package that defines the tokenizer. Inside `one_thread`, the encoder uses one thread."""
     backend = tokenizer.processor()
     if tokenizer.kind == "huggingface":
         backend.encode_special_tokens = not tokenizer.allow_special

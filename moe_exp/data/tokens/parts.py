@@ -262,7 +262,7 @@ class _Sample:
 
 
 def is_complete(part: Part, folder: Path) -> bool:
-    """Whether a part was fully written. Its .bin may since have been joined and removed."""
+    """Whether a part was fully written. True even if its .bin was removed after joining."""
     return (folder / f"{part.stem}.json").is_file()
 
 
@@ -270,7 +270,7 @@ class JoinedParts:
     """The file to which the parts in a folder are appended in order. `resume` continues an interrupted run.
 
     Parts are joined while later parts are still being made. A joined part's own .bin is removed, so that the
-    tokens are stored only once. After a crash, the file is checked against the hashes of the parts.
+    tokens are stored only once. After a crash, the joined file is checked against the hashes of the parts.
     """
 
     def __init__(self, folder: Path, output: Path, parts: Sequence[Part], settings: PartSettings):

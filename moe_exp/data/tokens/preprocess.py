@@ -1,7 +1,7 @@
 """Tokenization of document files into .bin/.idx, reproducible and resumable after any crash.
 
 The inputs are cut into parts (parts.py). Worker processes tokenize the parts in any order, and this process
-joins them in input order. Alternatively, tasks on many machines tokenize and join the parts (by_tasks.py).
+joins them in input order. Tasks on many machines can do both steps instead (by_tasks.py).
 """
 
 import logging
@@ -76,7 +76,7 @@ def tokenize_documents(
             stored on disk twice until the files are published. By default, worker processes on this machine
             do the work instead of tasks.
         execution: where the tasks run (default: this machine).
-        backend: auto, gigatoken, or tokenizers (the package that defines the tokenizer).
+        backend: auto, gigatoken or tokenizers; `tokenizers` means the package that defines the tokenizer.
         start_over: replace existing files.
         part_bytes: input size per part (default: `default_part_bytes`).
         block_bytes: size of the blocks of the .bin; each block is copied and hashed by one task. If there are

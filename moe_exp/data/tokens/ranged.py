@@ -45,7 +45,7 @@ class _Remote:
 
 
 def prefix_of(name: str) -> str:
-    """Prefix of token files, without .bin or .idx."""
+    """Prefix of token files: `name` without .bin or .idx."""
     return name[:-4] if name.endswith((".bin", ".idx")) else name
 
 
@@ -213,7 +213,7 @@ def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RemoteT
 
 
 def read_ranges(prefix: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Yields the bytes of each range of a prefix's .bin. A store is read in parallel and without a cache."""
+    """Yields the bytes of each range of a prefix's .bin. An object store is read in parallel, uncached."""
     if remote := _remote_of(prefix):
         folder, _, name = remote.url.rpartition("/")
         yield from Store(folder).read_ranges(name, list(ranges))

@@ -1,4 +1,4 @@
-"""Loads tokenizers, their vocabulary sizes and their end-of-document tokens for the corpus tools.
+"""Loads tokenizers for the corpus tools, with their vocabulary sizes and end-of-document tokens.
 
 The tokenizers encode only the text: truncation, padding, dropout and post-processors (which add BOS) are
 removed, because Megatron encodes with `add_special_tokens=False`. Special tokens in a text are treated as
@@ -119,8 +119,8 @@ def load_tokenizer(
 
     Args:
         tokenizer_type: one of TOKENIZER_TYPES.
-        model: for HuggingFaceTokenizer a folder, a tokenizer.json or a name on the Hub (with HF_ENDPOINT and
-            HF_TOKEN); for SentencePieceTokenizer and Llama2Tokenizer a .model file. Unlike in Megatron,
+        model: for HuggingFaceTokenizer, a folder, a tokenizer.json, or a name on the Hub (uses HF_ENDPOINT
+            and HF_TOKEN); for SentencePieceTokenizer and Llama2Tokenizer, a .model file. Unlike in Megatron,
             Llama2Tokenizer adds a BOS only with `prepend_bos`.
         vocab_file, merge_file: vocab.json and merges.txt of GPT2BPETokenizer.
         eod_token: end-of-document token (default: from the tokenizer's files).

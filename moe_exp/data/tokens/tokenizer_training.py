@@ -24,8 +24,8 @@ def train_bpe(
 ) -> Tokenizer:
     """Trains a byte-level BPE tokenizer deterministically. The special tokens have the first ids.
 
-    `vocab_size`: maximum number of tokens; a small corpus may yield fewer. Raises ValueError if it is less
-    than the number of special tokens plus 256 (a token for each byte).
+    `vocab_size`: maximum number of tokens; a small corpus may yield fewer. Raises ValueError if `vocab_size`
+    is less than the number of special tokens plus 256 (a token for each byte).
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special_tokens)
     if vocab_size < smallest:

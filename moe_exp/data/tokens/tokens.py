@@ -1,9 +1,10 @@
 """Megatron's .bin/.idx token files, blends of them, and the shares set by SPLIT. Does not import torch.
 
 Layout of the .idx file (little-endian), as in `megatron.core.datasets.indexed_dataset`: magic, version, dtype
-code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and
-int64 document indices. The .bin file has the tokens. We write one sequence per document, in order. Only
-`moe-exp data tokenize --merge` reads files with sequences in another order; the files it writes are in order.
+code, number of sequences, number of document indices, then the sequences' sizes in tokens (int32), the
+sequences' pointers in bytes (int64) and the document indices (int64). The .bin file has the tokens. We write
+one sequence per document, in order. Only `moe-exp data tokenize --merge` reads files with sequences in
+another order; the files it writes are in order.
 """
 
 import math
@@ -107,7 +108,7 @@ class Index(NamedTuple):
 
 
 def read_index(prefix: str | Path) -> Index:
-    """Memory-maps a valid `prefix`.idx."""
+    """Memory-maps `prefix`.idx. The file must be valid."""
     path, offset = Path(f"{prefix}.idx"), _HEADER.size
     _, _, code, num_sequences, num_indices = _read_header(path)
     columns = []
@@ -205,7 +206,7 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
     whole text is an existing prefix, the text is not split, because DATA_DIR may contain spaces.
 
     Raises:
-        ValueError: if the text has none of these forms, or files whose tokens must be counted cannot be read.
+        ValueError: if the text has none of these forms, or tokens must be counted and a file cannot be read.
     """
     words = text.split()
     if len(words) > 1 and bin_bytes(prefix_of(text.strip())) is not None:
@@ -333,7 +334,7 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:
-    """Manifest of the token files, else of their folder, else {}; raises ValueError if it is damaged."""
+    """Manifest of token files, or of their folder, or {}. Raises ValueError if the manifest is damaged."""
     if is_url(prefix):
         return remote_manifest(prefix)
     for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
@@ -370,7 +371,7 @@ def share_range(count: int, share: Share) -> tuple[int, int]:
 
 
 def part_tokens(files: TokenFiles, share: Share, *, by_sequence: bool = False) -> int:
-    """Number of tokens in a share of the documents (if `by_sequence`, of the sequences, as in GPTDataset)."""
+    """Number of tokens in a share of the documents; if `by_sequence`, of the sequences (as in GPTDataset)."""
     bounds = files.sequence_bounds if by_sequence else files.document_bounds
     begin, end = share_range(len(bounds) - 1, share)
     return int(bounds[end] - bounds[begin])

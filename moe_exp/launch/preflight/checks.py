@@ -46,8 +46,8 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     Both factors are Sylvester's Hadamard matrix H (H H' = n I, all elements 1 or -1, n a power of two;
     Sylvester 1867). The rows of the left factor and the columns of the right factor get a random order and
     random signs, so the product is n times a signed permutation matrix. Each partial sum is an integer of
-    magnitude at most n. The magnitude of a sum over an aligned range of power-of-two length is 0 or that
-    length. So fp32 accumulation is exact for any tiling of the sum, and the results are exact in fp32, tf32,
+    magnitude at most n. A sum of 2^k consecutive terms whose first index is a multiple of 2^k has magnitude 0
+    or 2^k. So fp32 accumulation never rounds, however the sum is tiled. The results are exact in fp32, tf32,
     bf16 and fp16.
 
     Returns `wrong` (number of wrong elements over all products) and `teraflops` of the fastest product.
@@ -147,7 +147,7 @@ class LinkError(RuntimeError):
 def process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    """Makes global `ranks` the default process group in the block. No other group may use `store`."""
+    """In the block, the global `ranks` form the default process group. No other group may use `store`."""
     # Not subgroups: they need a group of all ranks first, which one bad link prevents, and torch numbers them
     # per process, so names would differ between ranks that were in different numbers of them.
     of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately
@@ -208,7 +208,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 
 
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
-    """Bytes per transfer and number of repeats for the slowest rank. All ranks get the same two values."""
+    """Bytes per transfer and number of repeats, the same on all ranks; the slowest rank determines both."""
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
     first = dist.all_to_all_single(torch.empty_like(probe), probe, async_op=True)
     assert first is not None  # torch returns None only to ranks outside the group

@@ -47,7 +47,7 @@ def disk(path: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, packages, GPU driver and kernel, which should be equal on all nodes."""
+    """Versions of Python, packages, GPU driver and Linux kernel, which should be equal on all nodes."""
     found = {"python": platform.python_version(), "kernel": platform.release()}
     found |= {name: version for name, version in package_versions().items() if name in _PACKAGES}
     driver = Path("/proc/driver/nvidia/version")
@@ -143,7 +143,7 @@ def query_gpus() -> tuple[list[dict[str, str]], str]:
 
 
 def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yields a grade (see verdicts.py) and a line of text for each problem of the GPUs from `query_gpus`."""
+    """Yields a grade (see verdicts.py) and a line of text for each GPU problem. `gpus`: from `query_gpus`."""
     for gpu in gpus:
         where = f"GPU {gpu.get('index', '?')} ({gpu.get('pci.bus_id', 'unknown bus')})"
         if (errors := _number(gpu.get("ecc.errors.uncorrected.volatile.total"))) > 0:

@@ -65,7 +65,7 @@ class _Rank:
             self.values["host_memory"] = checks.check_memory(host, checks.bytes_to_fill(host, num_ranks))
 
     def check_links(self) -> None:
-        """Measures links in each node, in each pair of nodes (on one node, of ranks) and among all ranks."""
+        """Measures links in nodes, in node pairs (rank pairs if NNODES is 1) and among all ranks."""
         config = self.config
         if config.world_size == 1:
             return

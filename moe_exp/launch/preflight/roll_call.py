@@ -231,7 +231,7 @@ def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]
 
 
 def peers_of(node: int, count: int) -> list[int]:
-    """Nodes to which `node` connects: all others or, in a large job, nodes 1, 2, 4, ... ranks away."""
+    """Nodes to which `node` connects: all others. In a large job: those whose rank differs by 1, 2, 4, ..."""
     if count <= _MOST_PEERS + 1:
         return [peer for peer in range(count) if peer != node]
     # about 2 log2(n) peers per node, through which all nodes are connected

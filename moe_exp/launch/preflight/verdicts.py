@@ -186,7 +186,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
-    """Blames nodes for failed exchanges between nodes. In a single-node job, exchanges are between ranks."""
+    """Blames nodes for failed exchanges between nodes; with only one node, reports failed pairs of ranks."""
     failed: dict[tuple[int, int], str] = {}
     for node, report in reports.items():
         for rank in report["ranks"]:

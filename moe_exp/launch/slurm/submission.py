@@ -239,7 +239,7 @@ def _options(job: RunJob) -> list[str]:
 
 
 def checked_line(text: str) -> str:
-    """Returns `text`. Raises ConfigError if it has control characters (some paths are checked only here)."""
+    """Returns `text`. Raises ConfigError for control characters (some file paths are checked only here)."""
     if not is_one_line(text):
         raise ConfigError([problem("sbatch file", text, NOT_ONE_LINE_RULE, "rename the file or folder")])
     return text

@@ -181,7 +181,7 @@ class _Flight:
 
 
 class _Depart(torch.autograd.Function):
-    """Has no results yet, so it returns an empty tensor that links the autograd graph to `_Arrive`."""
+    """Starts the exchange. Returns an empty tensor that links the autograd graph to `_Arrive`."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *tensors: Tensor) -> Tensor:

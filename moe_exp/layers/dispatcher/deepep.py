@@ -1,8 +1,8 @@
 """DeepEP dispatcher: fused all-to-all kernels over NVLink and RDMA (github.com/deepseek-ai/DeepEP).
 
-A token is sent once to each rank that holds any of its experts, with its K expert indices and router
-weights. The receiving rank sorts its tokens by expert. DeepEP's combine is the backward of its dispatch, and
-vice versa. Shape suffixes: see `moe_exp.layers`; in addition, A = received tokens.
+Each rank that holds any of a token's experts receives the token once, with the token's K expert indices and
+router weights. The receiving rank sorts its tokens by expert. DeepEP's combine is the backward of its
+dispatch, and vice versa. Shape suffixes: see `moe_exp.layers`; in addition, A = received tokens.
 """
 
 import importlib
@@ -140,7 +140,7 @@ class _Send:
 
 
 class _Return:
-    """Reverse of `_Send`: sends back router weight gradients and each token's summed results or gradients."""
+    """Reverse of `_Send`: sends back sums per token (results or gradients) and router weight gradients."""
 
     def __init__(self, there: _Send):
         self.there = there

@@ -1,7 +1,7 @@
 """Token dispatchers turn tokens into rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
 
 `start` sends the tokens and `finish` receives the rows, so that other work can run in between. `finish`
-also returns the record that `combine` needs. The dispatcher itself stores only cached sizes.
+also returns the record that `combine` needs. The dispatcher itself caches only the sizes of an exchange.
 
     start:   tokens [T, D] -> rows sorted by expert (RowOrder) -> exchange departs
     finish:  exchange arrives -> rows sorted by local expert [R, D] (a second RowOrder)
@@ -99,8 +99,8 @@ class Dispatcher(ABC):
             x_TD: tokens, any float dtype.
             decision: routing decision for the tokens.
             rows_per_expert: rows of each rank for each expert, after padding with zeros. Shapes then do not
-                depend on the data. The number must be equal on all ranks. No rank may keep more slots than
-                this for any expert. None: no padding.
+                depend on the data. The number must be equal on all ranks. For any expert, a rank may keep
+                at most `rows_per_expert` slots. None: no padding.
 
         Returns:
             The argument of `finish`. Call `finish` on the same CUDA stream as `start`. Work between the

@@ -148,7 +148,7 @@ def slots_of(decision: RoutingDecision, num_experts: int) -> dict[str, Any]:
 
 
 def regroup_chunks(rows_SL: Tensor, *, num_rows: int, use_kernels: bool | None = None) -> RowOrder:
-    """Row order that transposes chunks of rows from [source, expert] to [expert, source] order."""
+    """Row order that moves chunks of rows from [source, expert] order into [expert, source] order."""
     regrouped = chunk_order if takes_kernels(rows_SL, use_kernels) else chunk_order_torch
     return RowOrder(*regrouped(rows_SL, num_rows), topk=1, use_kernels=use_kernels)
 

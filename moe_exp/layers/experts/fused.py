@@ -35,7 +35,7 @@ def fused_experts(
         slot_R, row_TK: the slot of each row, and the row of each slot; both come from `slot_sort`.
         adds_to_main_grad: if a weight has Megatron's `main_grad`, the kernels write its gradient there, and
             its `grad` is not valid. The gradient is added to `main_grad`, or overwrites it if the weight's
-            `grad_added_to_main_grad` is False. This option is ignored under torch.compile.
+            `grad_added_to_main_grad` is False. Under torch.compile, `adds_to_main_grad` has no effect.
         recompute_hidden: compute the first projection again in backward instead of keeping its result.
         fp8: compute the matrix products in e4m3, see kernels/fp8.
     """

@@ -1,10 +1,11 @@
 """Grouped GEMM: a matrix product per expert, for rows sorted by expert. Shape suffixes: see `moe_exp.layers`.
 
-Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, except the backends in
-FUSED, which compute whole experts in one function. `splits` lists the number of rows of each expert; it is
+Backends have the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`. The backends in FUSED
+differ: each computes whole experts in one function. `splits` lists the number of rows of each expert; it is
 None if the host does not know these numbers. `choose_backend` selects a backend. The backends in PACKAGES
-have not been run yet. They follow the source code of github.com/tgale96/grouped_gemm, nv-grouped-gemm
-(github.com/fanshiqing/grouped_gemm, also imported as grouped_gemm), megablocks and Transformer Engine 2.x.
+have not been run yet. They follow the source code of megablocks, Transformer Engine 2.x,
+github.com/tgale96/grouped_gemm and nv-grouped-gemm (github.com/fanshiqing/grouped_gemm). The last two are
+both imported as grouped_gemm.
 """
 
 import functools
@@ -313,7 +314,7 @@ def padded_splits(splits: Sequence[int], multiple: int) -> list[int]:
 
 
 def pad_rows(x_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
-    """Appends zero rows, up to each expert's `padded_splits`. Zero rows do not affect weight gradients."""
+    """Pads each expert's rows with zero rows to `padded_splits`. Zero rows do not affect weight gradients."""
     zeros = x_RD.new_zeros(multiple, x_RD.size(1))
     added = [padded - rows for padded, rows in zip(padded_splits(splits, multiple), splits, strict=True)]
     if not any(added):

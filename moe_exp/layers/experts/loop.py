@@ -77,7 +77,7 @@ class _ExpertLoop(torch.autograd.Function):
 
 
 def _tokens(order: RowOrder | None) -> Tensor | None:
-    """Token index of each row; for padding, the number of tokens. None if `x` already contains the rows."""
+    """Token index of each row (the number of tokens for padding). None if `x` already contains the rows."""
     return None if order is None else order.slot_R // order.topk
 
 
@@ -148,7 +148,7 @@ def _groups(splits: Sequence[int], hidden_RF: Tensor) -> tuple[list[range], list
 
 
 def _empty_gradients(*args: Any) -> list[Tensor]:
-    """Uninitialized results of `_backward`. Takes the first seven arguments of `_backward`, and `needs`."""
+    """Uninitialized tensors for `_backward`'s results. `args`: its first seven arguments, and `needs`."""
     (x, *others), needs = args[1:7], args[-1]
     return [
         x.new_empty(others[0].size(0), x.size(1)) if needs[0] else x.new_empty(0),

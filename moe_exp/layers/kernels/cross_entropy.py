@@ -142,7 +142,7 @@ def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> t
 
     Args:
         name: one of these choices, or `auto` (triton on a GPU that runs the Triton kernels, else megatron).
-        failure: reason why `auto` must not choose triton (empty if it may), see `launch.failure_of`.
+        failure: reason why `auto` must not choose triton (see `launch.failure_of`); empty: no reason.
     """
     if name == "megatron":
         return "megatron", "Megatron's function, which saves probabilities in fp32; set by CROSS_ENTROPY"
@@ -206,7 +206,7 @@ def _statistics_of_all_words(
 
 
 def _gradient(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int) -> Tensor:
-    """`cross_entropy_gradient`; overwrites the logits with the result if the kernel can run."""
+    """Same as `cross_entropy_gradient`, but overwrites the logits with the result if the kernel can run."""
     is_fp64 = logits_NV.dtype == torch.float64
     is_eager = not torch.compiler.is_compiling()
     if is_eager and launch.runs_kernel(logits_NV) and logits_NV.is_contiguous() and not is_fp64:

@@ -25,8 +25,8 @@ CONFIGS = configs(
 
 
 def _by_library(at: dict[str, Any]) -> None:
-    """Calls torch._grouped_mm in place of `_kernel`. Neither initializes the rows after the last
-    expert's rows. The result is not copied: `y` takes over its memory.
+    """Calls torch._grouped_mm in place of `_kernel`. Like `_kernel`, does not initialize the rows after
+    the last expert's rows. The result is not copied: `y` takes over its memory.
     """
     memory = at["y"].untyped_storage()
     size = memory.nbytes()

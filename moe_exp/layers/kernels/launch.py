@@ -120,7 +120,7 @@ VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit that does not specialize on arguments with a prefix in VARYING; no-op without Triton."""
+    """triton.jit without specialization on arguments named with a VARYING prefix; no-op without Triton."""
     if triton is None:
         return function
     # The name in profilers consists of module and function, such as `up_projection_kernel`.
@@ -188,7 +188,7 @@ def has_tma(x: Tensor) -> bool:
 
 
 def has_grouped_mm(x: Tensor) -> bool:
-    """Whether torch._grouped_mm has a kernel for `x` that does not read the offsets on the host."""
+    """Whether torch._grouped_mm can multiply `x` without reading the offsets on the host."""
     # Only Hopper: on most other GPUs PyTorch loops over the experts, and torch 2.10's kernel for Blackwell
     # fails. The kernel uses all multiprocessors.
     suits = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
@@ -207,7 +207,7 @@ def free_processors() -> int:
 
 
 def leave_free(num_processors: int) -> None:
-    """Sets how many multiprocessors persistent GEMM grids leave free for other kernels (MOE_SM_MARGIN)."""
+    """Sets the number of multiprocessors that persistent GEMMs leave to other kernels (MOE_SM_MARGIN)."""
     global _num_free_processors
     _num_free_processors = num_processors
 

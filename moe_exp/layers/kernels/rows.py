@@ -1,7 +1,7 @@
 """Kernels that permute rows and sort chunks of rows. Shape suffixes: see `moe_exp.layers`.
 
-Both the forward and the backward pass gather rows: the gradient of `gather_rows` is computed by `combine`
-(combine.py) with the inverse index.
+The backward pass gathers rows, too: `combine` (combine.py) computes the gradient of `gather_rows` with the
+inverse index.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
 
     Args:
         x: [T, D] or [T], any dtype.
-        index_R: row in x of each output row (slot if `divisor` is the top-k K); int32 or int64, >= 0.
+        index_R: for each output row, a row of x, or a slot if `divisor` is the top-k K; int32 or int64, >= 0.
     """
     num_rows, width = index_R.size(0), 1 if x.dim() == 1 else x.size(1)
     out = x.new_empty(num_rows, *x.shape[1:])

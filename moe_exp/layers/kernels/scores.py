@@ -1,4 +1,4 @@
-"""Triton code to choose experts by fp32 logits [tokens, experts], weigh them, and compute router losses."""
+"""Triton code that chooses and weighs experts by fp32 logits [tokens, experts] and computes router losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sigmoid(z):
 
 @jit
 def raw_scores(z, probabilities, SCORE: tl.constexpr):
-    """Scores before normalization over the chosen experts; they determine these experts and their weights."""
+    """Scores that determine the chosen experts and their weights, before normalization over these experts."""
     if SCORE == "softmax":
         raw = probabilities
     elif SCORE == "sigmoid":
@@ -74,7 +74,7 @@ def key_of(x):
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """TOPK best experts and their `values`, both [BLOCK_T, BLOCK_K]; `key`, set to LEAST at these experts."""
+    """TOPK best experts, their `values` (both [BLOCK_T, BLOCK_K]), and `key` with these experts at LEAST."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -144,7 +144,7 @@ def router_losses(
 
     Args:
         counts_E: int64, slots per expert in the whole micro-batch.
-        total: number of tokens of the micro-batch. If it is None, `num_tokens` is used, which is at least 1.
+        total: number of tokens of the micro-batch. If it is None, `num_tokens` (at least 1) is used.
 
     Returns:
         Three losses, [3]: first the weighted sum (aux_coeff * balance + z_coeff * z), then balance, then z.

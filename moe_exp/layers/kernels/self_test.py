@@ -79,7 +79,7 @@ Outputs = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One public function with its operands: `run` calls its kernel, `twin` its plain-torch reference."""
+    """A public function on given operands: `run` uses the kernel, `twin` the plain-torch reference."""
 
     kernel: str
     dtype: torch.dtype
@@ -205,7 +205,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Calls for timing kernels with several configs: at the run's sizes, in each class of row counts."""
+    """Yields calls to time kernels with several configs, at the run's sizes, for each class of row counts."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts
@@ -337,7 +337,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def _with_gradient(function: Any) -> Any:
-    """Wraps a router function: it also returns the gradient of its logits, from random output gradients."""
+    """Wraps a router function to also return the logits' gradient, computed from random output gradients."""
 
     @functools.wraps(function)
     def run(logits_TE: Tensor, *args: Any, **options: Any) -> Outputs:

@@ -13,7 +13,7 @@ _BLOCK = 128
 
 @jit
 def _experts_of_block(expert, kept, slots, num_slots, num_experts):
-    """Expert of each slot: `num_experts` for a dropped or invalid slot, `num_experts + 1` past the end."""
+    """Expert of each slot; `num_experts` if dropped or invalid, `num_experts + 1` past the last slot."""
     is_slot = slots < num_slots
     chosen = tl.load(expert + slots, mask=is_slot, other=0).to(tl.int32)
     if kept is not None:

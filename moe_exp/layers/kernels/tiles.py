@@ -47,7 +47,7 @@ def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
 def tile_place(
     tile, num_m, num_n, tile_ends, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """Results of `row_tile`, and column index, for tile `tile` in a grid of num_m x num_n tiles."""
+    """For tile `tile` in a grid of num_m x num_n tiles: the results of `row_tile`, and the column index."""
     tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
     expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
     return expert, row, row_end, tile_n

@@ -1,6 +1,6 @@
 """One kernel for all router steps after the logits: scores, top-k, weights and sums (losses, statistics).
 
-The kernel writes neither the scores of all experts nor their gradient to memory. Shape suffixes: see
+The kernel never writes the scores of all experts or their gradient to memory. Shape suffixes: see
 `moe_exp.layers`.
 """
 
@@ -49,7 +49,7 @@ class TopK(NamedTuple):
 
 @jit
 def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
-    """Logits (-inf past the last expert), mask of rows below `num_tokens`, mask of these except padding."""
+    """Logits (-inf past the last expert), mask of rows below `num_tokens`, same mask without padding rows."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
@@ -281,7 +281,7 @@ def router_topk_torch(
 
 
 def _best(choice_TE: Tensor, topk: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The K best experts of each token, and the number of tokens per expert, without padding."""
+    """The K best experts of each token, and the number of tokens per expert (padding tokens not counted)."""
     # Not torch.topk, which does not define the order of ties.
     expert_TK = choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
     ones_TK = torch.ones_like(expert_TK)

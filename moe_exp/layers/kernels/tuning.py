@@ -55,7 +55,7 @@ def _without_descriptors(args: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Launcher:
-    """Launches a compiled kernel without Triton's cache lookup, which takes longer than the launch."""
+    """Launches a compiled kernel without Triton's cache lookup: the lookup takes longer than the launch."""
 
     config: KernelConfig
     compiled: Any  # triton.compiler.CompiledKernel
@@ -102,7 +102,7 @@ class Tuned:
 
     @contextmanager
     def only(self, config: KernelConfig) -> Iterator[None]:
-        """In this context, launches use `config`. UnsuitedError if it does not support the operands."""
+        """Launches use `config` in this context. UnsuitedError if `config` does not support the operands."""
         self._only = config
         try:
             yield
@@ -156,7 +156,7 @@ class Tuned:
         return *found, *kwargs.values()
 
     def key(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Key:
-        """Values of the key arguments, and the dtypes of all tensors."""
+        """Returns the values of the `key` arguments, and the dtypes of all tensors."""
         given = len(args)
         values = [args[place] if place < given else kwargs[name] for name, place in self._of_key]
         return *values, *[x.dtype for x in args if isinstance(x, Tensor)]
@@ -273,7 +273,7 @@ class Tuned:
         return fastest
 
     def _file(self, key: Key) -> Path | None:
-        """File in which processes share a choice. Its name hashes all facts that determine the choice."""
+        """File in which processes share a choice. Its name has a hash of all facts that decide the choice."""
         on = device_facts()
         if not on:
             return None
@@ -328,7 +328,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def configs(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
-    """Configs for `tuned`, one per row; `names` are the names of the values in a row."""
+    """Configs for `tuned`, one per row. `names` has a name for each value in a row, separated by spaces."""
     # The kernels' configs are predicted, not measured: see docs/kernels.md.
     return [dict(zip(names.split(), row, strict=True)) for row in rows]
 

@@ -44,7 +44,7 @@ def _finish(
     products, hidden_rows, active_rows, scale, is_row, column, width, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes COLUMNS columns, starting at `column`: the weighted activation and, if KEEPS_HIDDEN, hidden."""
+    """Writes COLUMNS columns, starting at `column`: the weighted activation, and `hidden` if KEEPS_HIDDEN."""
     columns = column + tl.arange(0, COLUMNS)
     is_out = is_row[:, None] & (columns < width)[None, :]
     hidden_block = hidden_rows[:, None] + columns[None, :]
@@ -160,7 +160,7 @@ def up_projection(
     x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, weights_R: Tensor,
     token_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes hidden = x[token] W1^T + b1 and its activation times the router weight, with sums in fp32.
+    """Computes hidden = x[token] W1^T + b1 and activation(hidden) * router weight. Sums are in fp32.
 
     Args:
         x: tokens [T, D]; if `token_R` is None, rows [R, D], sorted by expert.

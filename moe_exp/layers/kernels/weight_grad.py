@@ -116,7 +116,7 @@ def _kernel(
 
 @jit
 def _rows_of(index, rows, is_row):
-    """Row indices into an operand, arbitrary where `is_row` is False. `is_row` is None if all rows exist."""
+    """Row indices into an operand; undefined where `is_row` is False. `is_row` is None if all rows exist."""
     if index is not None:
         rows = tl.load(index + rows) if is_row is None else tl.load(index + rows, mask=is_row, other=0)
     return rows

@@ -196,7 +196,7 @@ class CausalAttention(_SplitModule):
         return documents.joined([self._attend_by_flash(q, k, v, documents)], query.size(1))
 
     def _attend_by_flash(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-        """Attends within each joined document. Query and result are [queries, H, d], key is [keys, G, d]."""
+        """Attends within each document. Joined queries and result: [queries, H, d]; keys: [keys, G, d]."""
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds
@@ -257,7 +257,7 @@ class CausalAttention(_SplitModule):
             torch.maximum(self.max_logits_H, found, out=self.max_logits_H)
 
     def take_max_logits(self) -> Tensor:
-        """Returns each head's largest logit since the last call as [H], and resets the maximum."""
+        """Returns each head's largest logit since the last call, [H]. Resets the maxima."""
         assert self.max_logits_H is not None
         taken = self.max_logits_H.clone()
         self.max_logits_H.fill_(-math.inf)

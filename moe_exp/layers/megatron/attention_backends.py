@@ -123,7 +123,7 @@ def attend_by_blocks(
 
 
 class _Block(NamedTuple):
-    """One or more blocks of queries, computed together. Different blocks have no keys in common."""
+    """A set of query blocks that are computed together. Different blocks have no keys in common."""
 
     queries: slice  # from the first block's first query to the last block's last
     keys: slice
@@ -329,7 +329,7 @@ def _block_mask(
 def largest_logits(
     query: Tensor, key: Tensor, scale: float, *, window: int = 0, max_values: int = 1 << 24
 ) -> Tensor:
-    """Largest logit (q k * scale) of each head, fp32 [H], over all pairs of a query and a key that it sees.
+    """Largest logit (q k * scale) of each head, fp32 [H], over all queries and the keys that each query sees.
 
     Args:
         query: [Q, B, H, d].

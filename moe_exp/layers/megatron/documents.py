@@ -1,8 +1,9 @@
 """Document boundaries in a micro-batch, for attention and positions. This module does not import megatron.
 
 Megatron passes a `Documents` to every layer as `packed_seq_params`, in place of PackedSeqParams, which
-describes one long sequence. Tokens keep their shape [S, B], so capacity and losses are still computed per
-micro-batch or sequence. C: context-parallel size; H: query heads; G: key/value heads; d: channels per head.
+describes one long sequence. Tokens keep their shape [S, B]. Capacity and losses are therefore computed per
+micro-batch or per sequence, not per document.
+C: context-parallel size; H: query heads; G: key/value heads; d: channels per head.
 """
 
 from dataclasses import dataclass

@@ -102,7 +102,7 @@ class MegatronRouter(Router):
         self.end_of_batch(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
-        """Updates the balance rules that Megatron does not know. Call this after its finalize_model_grads."""
+        """Updates the balance rules unknown to Megatron. Call this after Megatron's finalize_model_grads."""
         self.end_of_batch(self.batch_group, QuantileBias, L1Factor)
 
 
@@ -314,7 +314,7 @@ class MegatronMoELayer(MegatronMoE):
 
 
 def recomputed_modules(config: TransformerConfig) -> set[str]:
-    """Names of the modules recomputed in backward. RECOMPUTE_MODULES has names that Megatron lacks."""
+    """Names of the modules recomputed in backward. RECOMPUTE_MODULES also has names that Megatron lacks."""
     return set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
 
 

@@ -99,7 +99,7 @@ def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False, use_kernel: 
 
     Args:
         x: [S, B, H, D].
-        angles: [S, 1 or B, 1, P], equal for both values of a pair; `x[..., P:]` is unchanged.
+        angles: [S, 1 or B, 1, P]; both values of a pair have the same angle. `x[..., P:]` is unchanged.
         interleaved: the values of a pair are adjacent; if False, they are P / 2 apart.
         use_kernel: whether to use the kernel (None: on a GPU that runs Triton kernels).
     """

@@ -24,8 +24,8 @@ def _as_is(x: Any) -> Any:
 class ChunkHooks(ABC):
     """Saved-tensor hooks during the forward pass of a model chunk.
 
-    torch calls only the innermost hooks. For tensors that they do not handle, `_pack` and `_unpack` therefore
-    call the outer hooks, `_pack_others` and `_unpack_others`.
+    torch calls only the innermost hooks. If `_pack` or `_unpack` does not handle a tensor, it
+    therefore calls the outer hook, `_pack_others` or `_unpack_others`.
     """
 
     def __init__(self, chunk: Any):  # of GPTModel
@@ -76,7 +76,7 @@ class _Handle(NamedTuple):
 class NormRecompute(ChunkHooks):
     """Makes the norms in a model chunk's transformer layers recompute their results in backward.
 
-    A norm saves its input, and the layers after the norm also save its result, which is as large. A handle
+    A norm saves its input. The layers after the norm save its result, which takes as much memory. A handle
     replaces the saved result; the first layer that needs the result in backward recomputes it, and the other
     layers reuse it. Unlike Megatron's recomputation of norms, this class does not depend on the order of
     the layers in backward. It also reads no random state and therefore works in CUDA graphs.
@@ -210,11 +210,11 @@ class _Group:
 
 
 class ActivationOffload(ChunkHooks):
-    """Offloads the saved tensors of modules in a model chunk's transformer layers to host memory.
+    """Offloads some modules' saved tensors to host memory, in the transformer layers of a model chunk.
 
     The copies run on a separate stream. While a module computes in forward, the previous module's
-    tensors are copied to the host. While it computes in backward, the tensors of the module that backward
-    reaches next are copied back:
+    tensors are copied to the host. While a module computes in backward, the tensors of the next module (in
+    backward order) are copied back:
 
         forward      attention 1   experts 1     attention 2   experts 2
         to host                    attention 1   experts 1     attention 2

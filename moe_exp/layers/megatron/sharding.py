@@ -50,12 +50,12 @@ def shard_experts(
             expert tensor parallelism, W, F and the D of `bias2` are this rank's sizes.
         prefix: prefix of the module, with a dot: `decoder.layers.0.mlp.experts.`.
         gated: whether W consists of a gate half and an up half.
-        sharded_offsets: (axis, index, size) per axis to prepend. Layers that share a key need a layer axis.
+        sharded_offsets: (axis, index, size) per prepended axis. Layers that share a key need a layer axis.
         singleton_local_shards: use the format `experts.<expert index>.X`.
 
     Returns:
-        Dict of ShardedTensors with keys `prefix` + name in `tensors`. A tensor that is saved in several parts
-        has a ShardedTensorFactory instead. The dict includes Megatron's empty `_extra_state` objects.
+        Dict of ShardedTensors with keys `prefix` + name in `tensors`. For a tensor that is saved in several
+        parts, the value is a ShardedTensorFactory. The dict includes Megatron's empty `_extra_state` objects.
     """
     state: dict[str, Any] = {}
     num_local_experts, singleton = tensors["weight1"].size(0), singleton_local_shards

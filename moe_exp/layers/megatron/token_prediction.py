@@ -8,8 +8,8 @@ h^0 are the main model's hidden states after its final norm. For each position i
 and predicts t_{i+k+1}; t are tokens, Emb is the embedding, M_k a matrix and [a; b] a concatenation. All
 layers share the embedding and the output layer. Parameters are named as in Megatron-Core 0.16's
 MultiTokenPredictionBlock. That block holds the layers of this module instead of Megatron's own layers, whose
-names and arguments change between 0.16 and 0.19. Megatron's layers also do not pass on `padding_mask`, and
-with context parallelism Megatron averages their loss over each rank's own tokens.
+names and arguments change between 0.16 and 0.19. Moreover, Megatron's layers do not pass on `padding_mask`.
+With context parallelism, each rank averages the loss of Megatron's layers over its own tokens only.
 """
 
 from contextlib import nullcontext
@@ -38,7 +38,7 @@ def prediction_spec(layer: ModuleSpec, num_layers: int) -> MultiTokenPredictionB
 
 
 class PredictionLayer(MegatronModule):  # type: ignore[misc]
-    """Layer k of this file's formula (k = `layer_number`, from 1); has transformer layer NUM_LAYERS + k."""
+    """Layer k of this file's formula (k = `layer_number`, from 1). Holds transformer layer NUM_LAYERS + k."""
 
     def __init__(
         self, config: TransformerConfig, layer_spec: ModuleSpec, layer_number: int,
@@ -85,7 +85,7 @@ class PredictingModel(GPTModel):  # type: ignore[misc]
         self, *args: Any, future_tokens: Any = None, future_mask: Any = None, future_weight: Any = None,
         padding_mask: Any = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Like GPTModel; given `read_microbatch`'s `future_...` tensors, returns losses [1+layers, B, S].
+        """Like GPTModel. With the `future_...` tensors of `read_microbatch`, returns losses [1+layers, B, S].
 
         If the loss weight is 0, the prediction layers' balancing losses have no gradient either. These layers
         then do not train, and the main model trains as if they did not exist.

@@ -51,7 +51,7 @@ def sinkhorn(
 
     Applies Sinkhorn-Knopp to the tokens of a micro-batch on all ranks of `group`, as in Clark et al. 2022,
     Unified Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. As in
-    Megatron-Core, it stops when the mean change of the expert factors is at most `tolerance`. Unlike
+    Megatron-Core, scaling stops when the mean change of the column factors is at most `tolerance`. Unlike
     Megatron-Core, this function covers the whole micro-batch and cannot overflow: logits are shifted per
     row, and the row factors cancel the shift.
 

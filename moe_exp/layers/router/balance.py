@@ -39,7 +39,7 @@ class BalanceRule:
         """Updates the counts from a forward pass's selection values (score plus expert bias)."""
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
-        """Adds a micro-batch's slots per expert, with experts chosen by score alone (as in the losses)."""
+        """Counts a micro-batch's slots per expert. Here, score alone chooses experts, as in the losses."""
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
         """Updates the state after a global batch; `group`: all ranks that routed its tokens."""
@@ -167,7 +167,7 @@ def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = Non
 
 
 def balanced_bias(bias_E: Tensor, counts_EB: Tensor, topk: int) -> Tensor:
-    """Adds each expert's K/E quantile of gaps to its bias; shifts the mean to 0. No counts: no change."""
+    """Adds the K/E quantile of an expert's gaps to its bias; makes the mean bias 0. No counts: no change."""
     cumulative_EB = counts_EB.cumsum(dim=1).double()
     total_E1 = cumulative_EB[:, -1:]
     target_E1 = total_E1 * topk / bias_E.numel()

@@ -33,9 +33,9 @@ class Router(nn.Module):
     Weights are multiplied by the scaling factor. With null experts or `top_p`, a token uses only some of its
     K slots, and the weights of these slots are normalized.
 
-    Losses and normalized weights use the ratios s / sum(s). They are computed as softmax(log s), which is
-    exact to 1e-6 in fp32 for any logits. If s underflows, unnormalized weights are 0, and the choice depends
-    only on `expert_bias`.
+    Losses and normalized weights use the ratios s / sum(s). The ratios are computed as softmax(log s),
+    which is exact to 1e-6 in fp32 for any logits. If s underflows, unnormalized weights are 0, and the
+    choice depends only on `expert_bias`.
 
     Args:
         microbatch_group: ranks that share a micro-batch's tokens; Sinkhorn balances over all these ranks.
@@ -157,11 +157,11 @@ class Router(nn.Module):
 
     @property
     def _counting_rules(self) -> tuple[BalanceRule, ...]:
-        """Rules that count this pass; empty in evaluation, or if recompute counts the layer's other pass."""
+        """Rules that count this pass: none in evaluation, or if the layer's other pass (recompute) counts."""
         return self.rules if self.training and is_counted_forward() else ()
 
     def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert [E] for experts chosen by score alone, as in the losses."""
+        """Counts a micro-batch's slots per expert [E]. As in the losses, score alone chooses the experts."""
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
@@ -171,7 +171,7 @@ class Router(nn.Module):
 
         Args:
             group: all (data, context and tensor parallel) ranks that route tokens to these experts.
-            kinds: rule classes to update (default: all). Omit SignBias in Megatron, which updates the bias.
+            kinds: rules to update (default: all). In Megatron, omit SignBias: Megatron updates the bias.
         """
         for rule in self.rules:
             if isinstance(rule, kinds or BalanceRule):

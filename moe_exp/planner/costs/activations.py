@@ -22,15 +22,15 @@ and t the tensor-parallel size. Each tensor is counted once, at the last operati
                      token) for the weight's gradient
 
 With FP8, the input of a product is kept in FP8, one byte per number. The experts' grouped GEMM receives
-its weights in each call. For each micro-batch, it therefore also keeps two FP8 copies of the weights of the
-rank's experts, one by rows and one by columns: 2 bytes per weight. The size of these copies has not been
+its weights in each call. For each micro-batch, the GEMM therefore also keeps two FP8 copies of the rank's
+expert weights, one by rows and one by columns: 2 bytes per weight. The size of these copies has not been
 validated against GPU measurements.
 
-The unfused case without dropout, sequence parallelism or gates is from Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.1 (with dropout: 34*s*b*h + 5*a*s^2*b for b sequences). With sequence parallelism
-(section 4.2.2), terms above without t are also divided by t. The terms for gates, grouped queries, experts
-and kernels are ours. The sums were checked against the tensors that autograd saves on a CPU, and against the
-peak memory of four GPU runs.
+The terms of the unfused case without dropout, sequence parallelism or gates are from Korthikanti et al.
+2022, arXiv:2205.05198, section 4.1. With dropout, that paper's sum is 34*s*b*h + 5*a*s^2*b for b sequences.
+With sequence parallelism (section 4.2.2), terms above without t are also divided by t. The terms for gates,
+grouped queries, experts and kernels are ours. The sums were checked against the tensors that autograd saves
+on a CPU, and against the peak memory of four GPU runs.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class Activations:
     moved_moe: Parts  # the same for an MoE layer; modules in the order in which they run
 
     def in_transit(self, num_dense: int, num_moe: int) -> tuple[float, float]:
-        """Returns two sizes, in bytes, of the offloaded tensors that are on the device. The first is the
+        """Returns two sizes in bytes of the offloaded tensors on the device. The first is the
         largest size during backward of a chunk's last layers, minus the bytes that these layers have freed.
         The second is the size at the start of backward. During backward, the device holds the offloaded
         tensors of two consecutive modules. In a chunk, layers with dense MLPs come before MoE layers.
@@ -181,7 +181,7 @@ class _Account:
         }
 
     def _saved(self) -> dict[str, float]:
-        """Bytes that a layer does not keep, for each module that it recomputes (see `Engine.recompute`)."""
+        """For each recomputed module, the bytes that a layer does not keep (see `Engine.recompute`)."""
         modules, config = self._job.engine.recompute, self._config
         if not modules or config.recompute == "full":
             return {}
@@ -223,7 +223,7 @@ class _Account:
         return {name: size for name, size in sizes.items() if name in modules}
 
     def _norm(self, size: float, heads: int = 1) -> float:
-        """Bytes per token kept by a norm over `size` channels: the input, and statistics per head."""
+        """Bytes per token that a norm over `size` channels keeps: its input, and statistics of each head."""
         if self._config.normalization != "RMSNorm":
             return self._width * size + 2 * heads * (self._width if self._on_cpu else 4)
         return (8 if self._norms_in_fp32 else self._width) * size + 4 * heads
@@ -269,7 +269,7 @@ class _Account:
 
     @cached_property
     def _channels(self) -> tuple[float, float, float, float]:
-        """Channels of queries, keys, values and results, averaged over all layers."""
+        """Channels per token of queries, keys, values and results, averaged over all layers."""
         config = self._config
         query = config.num_heads * config.kv_channels
         if config.multi_latent_attention:

@@ -28,7 +28,7 @@ RECIPIENTS: dict[str, Literal["experts", "ranks", "all"] | None] = {
 
 @cache
 def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
-    """Returns the number of output elements, rounded up to full tiles and to full waves of tiles."""
+    """Returns the number of output elements; partial tiles and partial waves of tiles count as full."""
     least = math.inf
     # tiles of large products on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide)
     for height, width in ((128, 256), (256, 128)):
@@ -104,7 +104,7 @@ class Device:
         return seconds if is_aligned else seconds * self.unaligned
 
     def linear(self, m: float, n: float, k: float, count: float = 1) -> Pass:
-        """Returns the time of a product and its gradients ([m, n] x [n, k] and [k, m] x [m, n])."""
+        """Time of a product [m, k] x [k, n] and of its gradients, [m, n] x [n, k] and [k, m] x [m, n]."""
         by_weight = self.product(k, n, m, count, sums_over_rows=True)
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
@@ -151,7 +151,7 @@ class Group:
         return sent / (self.bytes_per_second * share) + self.latency_seconds
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Returns the share of `bytes_per_second` that rings reach; on Ampere and older GPUs, `older`."""
+        """Returns the share of `bytes_per_second` that rings reach, or `older` on Ampere and older GPUs."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share
@@ -214,7 +214,7 @@ def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstan
 
 
 def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
-    """Returns the factor by which an unbalanced load lengthens the time of experts and token exchange."""
+    """Returns the factor by which an unbalanced load slows down the experts and the token exchange."""
     config = job.config
     is_padded = config.expert_capacity_factor is not None and config.pad_to_capacity
     is_even = job.engine.balanced or config.ep == 1 or is_padded or config.force_routing == "balanced"
@@ -222,7 +222,7 @@ def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> fl
 
 
 def places_of_token(config: Config, num_places: float) -> float:
-    """Returns how many of N nodes or ranks receive a token: at most N * (1 - (1 - 1/N)^TOPK)."""
+    """How many of N nodes or ranks receive a token: N * (1 - (1 - 1/N)^TOPK), or less with router groups."""
     places = num_places * (1 - (1 - 1 / num_places) ** config.experts_per_token)
     if config.num_router_groups:
         places = min(places, config.router_group_topk * max(1.0, num_places / config.num_router_groups))

@@ -11,9 +11,9 @@ _PRODUCT = re.compile(r"linear_\w+\.weight$|latent_proj\.weight$")  # not norms,
 def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: int | None = None) -> int:
     """Returns the model FLOPs of an iteration (forward and backward, all ranks) to compute TFLOP/s and MFU.
 
-    The formula is that of Megatron-LM's `num_floating_point_operations` since 2025. For B samples of S
+    The formula is that of Megatron-LM's `num_floating_point_operations` since 2025, for B samples of S
     tokens, L layers of width h, n heads of size d in g groups, topk experts (1 if dense) of width ffn, and V
-    tokens in the vocabulary, it is:
+    tokens in the vocabulary:
 
         12*B*S*L*h^2 * ((1 + g/n + S/(2*h)) * n*d/h + topk*ffn/(2*h) * (3 if gated, else 2) + V/(2*L*h))
 

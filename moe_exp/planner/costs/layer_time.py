@@ -1,5 +1,5 @@
 """Time of a layer and of the output layer, for one micro-batch on one rank. Also places the components of
-both on the device's roofline (Williams et al. 2009). Does not import torch.
+these layers on the device's roofline (Williams et al. 2009). Does not import torch.
 """
 
 import math
@@ -49,7 +49,7 @@ class LayerTimes:
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
-        """Seconds of recomputation in backward, by value of RECOMPUTE or module in `Engine.recompute`."""
+        """Seconds of recomputation in backward. Keys: values of RECOMPUTE, modules of `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts[True] - self.starts[False]
         norms = forward["norms"] * 0.4  # their share of the residual bytes

@@ -58,7 +58,7 @@ class StageMemory:
 
 
 def memory_of(job: PlannedJob, hardware: Hardware, constants: MemoryConstants) -> list[StageMemory]:
-    """Returns, for each pipeline stage, the memory of one of its ranks."""
+    """Returns the memory of one rank of each pipeline stage."""
     config, on_cpu = job.config, hardware.is_cpu
     imbalance = expected_imbalance(config, constants.load_spread)
     kept = activations_of(job, hardware, imbalance)
@@ -148,10 +148,10 @@ def expected_imbalance(config: Config, spread: float) -> float:
     """Returns the number of rows that a dropless layer must hold, as a multiple of a rank's fair share:
     1 + spread * sqrt((EP - 1) / E).
 
-    The experts' loads have a fixed sum, and their standard deviation is `spread` times their mean. The summed
-    load of a rank's n = E/EP experts then has a standard deviation of spread * sqrt((1 - n/E) / n) times its
-    mean. In the first iterations of the reference runs (balancing loss 1.44), rank 0's peak memory implied a
-    spread of 0.5. In later iterations, the spread is near 0.
+    The experts' loads have a fixed sum, and their standard deviation is `spread` times their mean. For the
+    summed load of a rank's n = E/EP experts, the standard deviation divided by the mean is then
+    spread * sqrt((1 - n/E) / n). In the first iterations of the reference runs (balancing loss 1.44), rank
+    0's peak memory implied a spread of 0.5. In later iterations, the spread is near 0.
     """
     if not config.use_moe or config.force_routing == "balanced":
         return 1.0
@@ -163,9 +163,9 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
     v model chunks, a micro-batch in one chunk counts as 1/v.
 
     With 1F1B (Narayanan et al. 2021, arXiv:2104.04473), a stage keeps one micro-batch for itself and one for
-    each later stage. With the interleaved schedule of v chunks on each of p ranks, Megatron runs
-    2 * (p - stage - 1) + (v - 1) * p chunks forward in the warm-up; stage 0 keeps 1 + (p - 1) / (p * v) times
-    as much as with 1F1B.
+    each later stage. If each of p ranks has v chunks, Megatron's interleaved schedule runs
+    2 * (p - stage - 1) + (v - 1) * p chunks forward in the warm-up. Stage 0 then keeps more micro-batches
+    than with 1F1B, by a factor of 1 + (p - 1) / (p * v).
     """
     stages, chunks = config.pp, config.vpp or 1
     if chunks == 1:

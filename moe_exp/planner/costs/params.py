@@ -164,13 +164,14 @@ def num_moments(config: Config) -> int:
 
 
 def embedding_moment_bytes(config: Config) -> int:
-    """Returns Muon's extra bytes per parameter of the embedding and output layer, which use Adam."""
+    """Returns extra bytes per embedding and output parameter: with Muon, these parameters use Adam."""
     return 4 if config.optimizer == "muon" else 0
 
 
 def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
     """Returns the bytes of a rank's weights, gradients and optimizer state. The formula is that of Megatron's
-    `report_theoretical_memory`, but expert state is sharded over world / (ETP*EP*PP) expert replicas.
+    `report_theoretical_memory`, but expert state is divided by world / (ETP*EP*PP), the
+    number of expert replicas.
     """
     state = optimizer_state_bytes(config)
     kept = (4 if config.dtype == "fp32" else 2) + (4 if config.grad_dtype == "fp32" else 2)

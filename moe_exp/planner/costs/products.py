@@ -37,13 +37,13 @@ def fp8_parts(config: Config) -> tuple[bool, bool]:
 
 
 def fp8_kept(config: Config) -> tuple[bool, bool]:
-    """Returns which of (experts, other layers) save FP8 tensors for backward; Triton experts save bf16."""
+    """Returns whether (experts, other layers) save FP8 tensors for backward; Triton experts save bf16."""
     return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
 
 def planned_backend(config: Config, hardware: Hardware) -> str:
     """Returns EXPERT_BACKEND; if it is `auto`, returns the choice of `grouped_gemm.choose_backend`. The
-    result `auto` stands for any GPU backend except triton, because these backends all need the same memory.
+    result `auto` means any GPU backend except triton: all of these backends need the same memory.
     """
     backend = priced(config, "expert_backend", {name: name for name in PRICED_BACKENDS})
     if backend != "auto":
@@ -55,14 +55,14 @@ def planned_backend(config: Config, hardware: Hardware) -> str:
 
 
 def planned_loss(config: Config, hardware: Hardware) -> str:
-    """Returns CROSS_ENTROPY; if it is `auto`, returns the choice of `cross_entropy.choose_cross_entropy`."""
+    """Returns CROSS_ENTROPY, or for CROSS_ENTROPY=auto the choice of `cross_entropy.choose_cross_entropy`."""
     by_device = "triton" if hardware.runs_kernels else "megatron"
     kinds = {kind: kind for kind in ("megatron", "triton", "linear")}
     return priced(config, "cross_entropy", kinds | {"auto": by_device})
 
 
 def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
-    """Returns notes on the implementations that a plan assumes for the experts and the loss."""
+    """Returns notes that say which implementations of the experts and the loss a plan assumes."""
     words = {}
     if config.use_moe:
         backend = planned_backend(config, hardware)
@@ -144,7 +144,7 @@ def hidden_bytes(config: Config) -> float:
 
 
 def shared_rows(config: Config, sequence_parallel: bool) -> float:
-    """Returns how many tokens of a micro-batch a rank processes outside tensor-parallel products."""
+    """Returns how many of a micro-batch's tokens a rank processes outside tensor-parallel products."""
     return num_tokens(config) / (config.tp if sequence_parallel else 1)
 
 
@@ -170,7 +170,7 @@ def padded_slots(config: Config, tokens: float) -> float:
     """Returns the rows that a rank's experts compute with PAD_TO_CAPACITY, if each rank has `tokens` tokens.
 
     Each rank pads each expert's rows to the capacity for the rank's tokens (layers/moe_layer.py). With TP or
-    CP, a rank may keep more slots for an expert than this capacity and then sends more rows; these extra rows
+    CP, a rank's slots for an expert may exceed this capacity. The rank then sends more rows; these extra rows
     are not counted here.
     """
     share = tokens * config.topk / config.num_experts

@@ -95,9 +95,9 @@ def time_of(
 
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[tuple[Pass, Pass]]:
-    """Returns two times of a micro-batch per pipeline stage: the total over the stage's model chunks, and
-    the part for token dispatch and combine. Half of the time of collectives counts as forward and half as
-    backward; with recompute, a third and two thirds.
+    """For each pipeline stage, returns the time of a micro-batch in all model chunks of the stage, and the
+    part of this time for token dispatch and combine. Half of the time of collectives counts as forward and
+    half as backward; with recompute, a third and two thirds.
     """
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, parts = layer_times(job, device), _parts_of_stages(job, device)
@@ -259,9 +259,9 @@ def _muon_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants)
     """Returns the seconds of Muon's matrix products on the slowest stage; 0 for other optimizers.
 
     Muon orthogonalizes each [r, c] matrix x, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`).
-    Each step computes s = x x^T, s^2, and (b s + c s^2) x, where b and c are fixed coefficients (not the c of
-    [r, c]). The steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32. Even with TP, each step uses the whole
-    matrix. Ranks that hold the same matrices divide the work.
+    Each step computes s = x x^T, s^2, and (k s + m s^2) x, where k and m are fixed coefficients. The steps
+    take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32. Even with TP, each step uses the whole matrix. Ranks that hold
+    the same matrices divide the work.
     """
     config = job.config
     if config.optimizer != "muon":

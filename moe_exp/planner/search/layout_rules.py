@@ -1,8 +1,8 @@
 """Layouts that a search tries, and the rules that exclude layouts. Does not import torch.
 
 A layout is a Config, so the rules of training apply to it. `Config.problems` is
-checked level by level (tensor and context parallelism, pipeline, experts, micro-batch), with sizes of later
-levels set to 1. If a level rejects its sizes, all layouts with these sizes are excluded, so hundreds of
+checked level by level: tensor and context parallelism, pipeline, experts, micro-batch. At each level, sizes
+of later levels are 1. If a level rejects its sizes, all layouts with these sizes are excluded, so hundreds of
 checks cover millions of layouts.
 """
 
@@ -201,7 +201,7 @@ def _any_batch(config: Config) -> dict[str, Any]:
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """Returns '' without problems, else the first reason that `_REASONS` lists for them, else `fallback`."""
+    """Reason of the first problem that is in `_REASONS`, `fallback` if none is; '' if no problems."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 

@@ -119,12 +119,12 @@ def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None)
 def exported_settings(
     config: Config, defaults: Config, *, overrides: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """Yields the settings with which `moe-exp train` runs a layout: the layout settings, and other settings
+    """Yields the settings that `moe-exp train` needs to run a layout: layout settings, and all other settings
     that differ from the preset's `defaults`. Node and host settings such as NODE_RANK are omitted.
 
     With `overrides`, layout settings that the layout does not use are yielded with empty values. As
     environment variables, the empty values replace those of an earlier layout. ValueError if the preset sets
-    such a setting, because an empty variable does not override a preset.
+    an unused layout setting, because an empty variable does not override a preset.
     """
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS, so compare them with its defaults, not the preset's.

@@ -1,8 +1,8 @@
 """Finds the fastest layout of a model on given GPUs. Explains why other layouts are slower or invalid.
 
-Recompute saves memory; larger micro-batches and more model chunks need more. For each choice of parallel
-sizes, the search therefore tries increasing micro-batch sizes, each with the least recompute that fits.
-Does not import torch.
+Recompute saves memory; larger micro-batches and more model chunks need more memory. For each choice of
+parallel sizes, the search therefore tries increasing micro-batch sizes, each with the least recompute that
+fits. Does not import torch.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ class Candidate:
 
     @property
     def filling_batch(self) -> int:
-        """Smallest global batch size that fills the pipeline, PP*MBSZ*DP samples: a micro-batch per stage."""
+        """Smallest global batch that fills the pipeline (a micro-batch per stage): PP*MBSZ*DP samples."""
         return self.config.pp * self.config.mbsz * self.config.data_parallel_size
 
     @property
@@ -144,7 +144,7 @@ class _Evaluation:
                 levels = levels or ({} if vpp else needed)
 
     def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
-        """Maps each micro-batch size to the index of the first recompute setting that fits. `least` maps
+        """Maps each micro-batch size to the first index in `_recompute` whose setting fits. `least` maps
         micro-batch sizes to the lowest index to try.
         """
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
@@ -188,7 +188,7 @@ class _Evaluation:
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """Returns the settings that determine a layer's shortest time, which is without recompute."""
+    """Returns the settings that determine a layer's shortest time (the time without recompute)."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
 
 

@@ -51,7 +51,7 @@ def run_comparison(comparison: Comparison) -> int:
 
     Raises:
         ConfigError: if the settings cannot run on this machine or in this folder.
-        ValueError: if the folder is in use, or if a variant fails in the speed measurement of --match time.
+        ValueError: if the folder is in use, or if a variant fails while --match time measures its speed.
         KeyboardInterrupt: on Ctrl-C, SIGTERM or SIGHUP, after the current run has saved a checkpoint.
     """
     if comparison.options.repeats > 1:

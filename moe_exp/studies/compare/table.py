@@ -131,7 +131,7 @@ def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
-    """Compares pairs of variants per seed. With many variants, a pair has the reference or a dense model."""
+    """Compares variant pairs per seed; with many variants, only pairs with the reference or a dense model."""
     for (name, earlier), (other, later) in combinations(by_name.items(), 2):
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):

@@ -184,7 +184,7 @@ def width_setting(config: Config) -> str:
 
 
 def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
-    """Returns the MLP width with `measure` closest to `target`, or 0 if `target` is too small for any MLP."""
+    """Returns an MLP width that brings `measure` near `target`; 0 if `target` is too small for any MLP."""
     name, unit = width_setting(config), config.etp if config.use_moe else config.tp
 
     def measured(width: int) -> float:
@@ -204,8 +204,8 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Sets each variant's MLP width so that its size matches the reference. A variant that sets the width
-    itself keeps it. Raises a ConfigError if no width matches.
+    """Sets the MLP width of each variant so that the variant matches the size of the reference. A variant
+    that sets the width itself keeps it. Raises a ConfigError if no width matches.
     """
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []

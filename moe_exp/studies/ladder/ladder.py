@@ -1,4 +1,4 @@
-"""A ladder: the same variants at several sizes (rungs); in each rung they have equal FLOPs per token.
+"""A ladder: the same variants at several sizes (rungs). The variants of a rung have equal FLOPs per token.
 Does not import torch.
 
 $RUN_DIR/NAME/

@@ -111,7 +111,7 @@ def prediction_file(ladder: Ladder) -> Path:
 
 
 def predict(ladder: Ladder) -> str:
-    """Predicts the last rung's losses unless it has started. Returns "", or why no prediction exists."""
+    """Unless the last rung has started, predicts its losses. Returns "", or why no prediction exists."""
     # After a rung has started, its losses could no longer be called predicted.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):

@@ -152,7 +152,7 @@ class Sweep:
         return [first, *others]
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
-        """Returns the rows of this sweep's `cases`, then of other cases with results in the folder.
+        """Returns the rows of this sweep's `cases`, then the rows of other cases with results in the folder.
 
         With `retry_failed`, cases of this sweep that failed, ran out of memory or timed out count as not run.
         """
@@ -196,7 +196,7 @@ def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
 
 
 def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
-    """Returns the cases left to run; raises ConfigError if the data or folders they share are invalid."""
+    """Returns the cases left to run; raises ConfigError if their shared data or folders are invalid."""
     left = [row.case for row in rows if row.status == "left"]
     # Uses a run folder that does not exist, since the case's own may still be locked by a killed sweep.
     if left:

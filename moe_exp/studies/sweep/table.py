@@ -117,7 +117,7 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """Job for predicting the memory that runs record: resident on a CPU, allocated by PyTorch on a GPU."""
+    """Job for predicting a run's recorded memory (CPU: resident memory; GPU: memory allocated by PyTorch)."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 

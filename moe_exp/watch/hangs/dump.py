@@ -2,8 +2,8 @@
 
 Stacks come from py-spy, or from faulthandler if py-spy fails. py-spy reads the memory of a process without
 stopping it. In a hang, py-spy runs again to read C frames; this run stops the process for about a second.
-faulthandler writes stacks on a signal, even while the GIL is held. It reads frames without a lock; this is
-safe in a hung process and usually safe in a running process.
+faulthandler writes stacks on a signal, even while the GIL is held. faulthandler reads frames without a lock;
+this is safe in a hung process and usually safe in a running process.
 """
 
 import errno
@@ -51,7 +51,7 @@ def ranks_of_node(local: Path) -> dict[int, int]:
 
 
 def nccl_environment(local: Path) -> dict[str, str]:
-    """Variables that make NCCL's flight recorder write a dump if its pipe receives data; {} without GPUs."""
+    """Variables that let a write to a pipe trigger a dump of NCCL's flight recorder; {} without GPUs."""
     if not count_gpus():
         return {}
     size, file = "2000", str(local / _NCCL_PREFIX)
@@ -104,7 +104,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
 
 
 def rank_facts(pid: int, beat: heartbeat.Heartbeat | None) -> dict[str, Any]:
-    """Host, pid, state (psutil's status, TRACED or GONE), kernel function, number of GPUs, and heartbeat."""
+    """Host, GPU count; a rank's pid, state (psutil's status, TRACED or GONE), kernel function, heartbeat."""
     state = GONE
     with suppress(psutil.Error):
         state = str(psutil.Process(pid).status())

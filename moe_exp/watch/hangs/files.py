@@ -225,7 +225,7 @@ def read_dumps(folder: Path) -> list[RankDump]:
 
 def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
     """Parses the output of `py-spy dump --full-filenames` or faulthandler; puts MainThread first.
-    `folders`: folders of PACKAGES on the dump's host. Paths of files in them are cut to start at the package.
+    `folders`: where PACKAGES are on the dump's host. Paths of files there are cut to start at the package.
     """
 
     def from_package(file: str) -> str:

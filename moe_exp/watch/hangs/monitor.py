@@ -5,10 +5,10 @@ thread. A false alarm costs a restart, which is worse than a late alarm. So a ru
 
 - every rank of the node is over its limit (`limit_seconds`),
 - on every node, each rank has reached half of its limit and is neither paused nor under a debugger, and
-- no rank of the node has made progress by the time all stacks are written.
+- no rank of the node makes progress before all stacks are written.
 
-Limits use the host's monotonic clock, which stops during suspend. Time counts only while
-this process runs: what stops the launcher (a frozen container, a suspended SLURM job) also stops the ranks.
+Limits use the host's monotonic clock, which stops during suspend. Time does not count
+while the launcher is stopped (frozen container, suspended SLURM job), because the ranks are stopped too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None)
     """Time limit of a rank's iteration, or of its phase outside of iterations.
 
     `hang_timeout`: auto, none or seconds. `other_seconds`: limit outside of iterations; None: no
-    limit. It also applies in iterations until enough iterations have been timed.
+    limit. Until enough iterations have been timed, `other_seconds` also limits iterations.
     """
     other = math.inf if other_seconds is None else float(other_seconds)
     if hang_timeout == "none" or beat.phase == PAUSED:
@@ -107,7 +107,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
             self._thread.join(seconds)
 
     def poll(self, is_stopping: bool = False) -> bool:
-        """Checks the ranks at most once a second; a thread answers a request for stacks, or handles a hang.
+        """Checks the ranks at most once a second. A thread handles hangs and requests for stacks.
         Returns whether the ranks were killed and have not restarted yet. `is_stopping`: a stop was requested.
         """
         now = time.monotonic()
@@ -211,7 +211,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes this node's stacks. For a hang, also obeys and returns the verdict (None: no verdict)."""
+        """Writes this node's stacks. Returns a hang's verdict (or None); a True verdict ends the ranks."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         # the requesting launcher decides for all nodes, since it reads the answers of all

@@ -1,7 +1,7 @@
 """Compares the stacks of all ranks to find the ranks that block the other ranks.
 
 In a hang, nearly all ranks wait in a collective that a few ranks have not reached. The following rules
-decide which ranks are suspected. They are in order of evidence, from strong to weak:
+decide which ranks are suspected. The rule with the strongest evidence comes first:
 
 1. The rank's process is stopped, gone or under a debugger, or its launcher has not answered.
 2. The rank is not waiting, while other ranks are.
@@ -51,7 +51,7 @@ _ALL_SECONDS = 120.0
 
 
 def main_stack(dump: RankDump) -> tuple[Frame, ...]:
-    """Main thread's Python frames, innermost first. GPU backward passes put autograd's frames before them."""
+    """Main thread's Python frames, innermost first. In a GPU backward pass, autograd's frames come first."""
     frames = next((thread.frames for thread in dump.threads if thread.name == MAIN), ())
     if any(frame.name.endswith("_engine_run_backward") for frame in frames[:2]):
         for thread in dump.threads:
@@ -202,7 +202,7 @@ def summarize(folder: Path) -> Summary:
 
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
-    """Yields stacks, failures of stack tools, and latest calls: of suspected ranks or, if none, all ranks."""
+    """Yields stacks, latest calls of suspected ranks (if none: of all ranks), and failures of stack tools."""
     # one stack per group: thousands of ranks may be in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])

@@ -1,6 +1,6 @@
 """Sends alerts by e-mail and to a webhook, and appends them to a file. No torch.
 
-Secrets are the password, and the webhook URL with its token. They come from files or the environment, never
+The password and the webhook URL (with its token) are secret. Both come from files or the environment, never
 from the command line, which every user of the host can read. Error messages never contain secrets.
 """
 

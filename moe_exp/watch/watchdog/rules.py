@@ -121,7 +121,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (key to text) of a run without a folder; `jobs` and `missing` describe its jobs and folder."""
+    """Problems (key to text) of a run without a folder. `jobs` names its jobs; `missing`: see `no_folder`."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -143,7 +143,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """Reports that the latest start failed, unless a job began later; `since` describes later jobs."""
+    """Reports that the latest start failed, unless a job began afterwards. `since`: text on other jobs."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure

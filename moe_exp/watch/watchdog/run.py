@@ -1,4 +1,4 @@
-"""Reads from a run's files its progress, speed, last activity, events and disk space. Imports no torch."""
+"""Reads a run's progress, speed, last activity, events and disk space from its files. Imports no torch."""
 
 import math
 import statistics
@@ -154,7 +154,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """Number of latest consecutive starts at the same iteration, with no save between them."""
+        """Counts back from the latest start: starts at the same iteration, with no save between them."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
@@ -258,7 +258,7 @@ class Disk:
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """Adds a sample to the last day's samples. If the last two old samples are close, drops the later."""
+    """Adds a sample to the last day's samples. If the two before it are close in time, drops the second."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:

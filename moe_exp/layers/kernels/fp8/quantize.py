@@ -204,7 +204,7 @@ def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None)
 
 @launch.compilable("fp8_quantize_columns", _empty_columns, twin=quantize_columns_torch)
 def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantizes each column in B blocks of 128 rows: e4m3 [B, M, 128], fp32 scales [B, M].
+    """Quantizes B blocks of 128 rows, with a scale per column: e4m3 [B, M, 128], fp32 scales [B, M].
 
     Each block belongs to one expert. An expert's last block is padded with zeros. Unused blocks at
     the end have undefined values.
