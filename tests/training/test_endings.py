@@ -175,7 +175,7 @@ FOUR_RANKS = {"TP": 2, "EP": 2, "ASYNC_SAVE": True, "SAVE_INTERVAL": 3}
 @pytest.mark.parametrize(
     ("num_ranks", "num_kills", "settings"),
     [
-        pytest.param(1, 1, {}, id="1"),
+        pytest.param(1, 1, {}, id="1", marks=pytest.mark.slow),
         pytest.param(2, 1, {"EP": 2}, id="2", marks=pytest.mark.slow),
         pytest.param(4, 2, FOUR_RANKS, id="4", marks=pytest.mark.slow),
     ],
