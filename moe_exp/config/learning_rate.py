@@ -163,8 +163,8 @@ def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
     reached = learning_rate(c, num_samples)
     if c.warmup_iters >= c.train_iters:
         rule = f"the run ends at TRAIN_ITERS={c.train_iters} during the warm-up"
-        fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of TRAIN_ITERS, or raise TRAIN_ITERS"
         rule += f", at a learning rate of {reached:.3g} instead of LR={c.lr:g}"
+        fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of TRAIN_ITERS, or raise TRAIN_ITERS"
         yield c.problem("warmup_iters", rule, fix)
     if not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr:
         return

@@ -1,6 +1,6 @@
 """Summarizes token files or documents: counts, lengths, duplicates, end-of-document tokens, samples.
 
-Needs memory for a block of tokens or the longest document, whichever is larger. Lengths and hashes need
+Needs memory for a block of tokens or for the longest document, if that is larger. Lengths and hashes need
 about 50 more bytes per document.
 """
 

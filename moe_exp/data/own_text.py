@@ -74,7 +74,7 @@ def already_prepared(config: Config) -> Config | None:
 
 
 def prepared_by_launcher(config: Config) -> Config:
-    """Returns the launcher's result of `with_prepared_text`; if there is none, prepares the data here."""
+    """Returns the launcher's result of `with_prepared_text`; without a launcher, prepares the data here."""
     if not needs_preparation(config):
         return config
     # all ranks use what the launcher resolved, even if files have changed since

@@ -208,7 +208,7 @@ def _records(path: Path, parse: Callable[[bytes], Record | None]) -> Iterator[Re
 
 
 def newest_records(path: Path) -> list[Record]:
-    """The last train record with `training_seconds`, and all later records; all records if there is none."""
+    """The last train record with `training_seconds`, and all later records; without such a record, all."""
     found = []
     for _, line in _backwards(path):
         if line.endswith(b"\n") and (record := parsed_record(line)) is not None:

@@ -102,7 +102,7 @@ def is_converted(folder: Path) -> bool:
 
 
 def one_checkpoint(path: Path) -> Path:
-    """Returns the iter_ folder `path`, or the newest iter_ folder under it; ValueError if there is none."""
+    """Returns the iter_ folder `path`, or the newest iter_ folder under it; ValueError if not found."""
     for checkpoints in (path, path / "checkpoints"):
         if (iteration := latest_iteration(checkpoints)) is not None:
             return existing(iteration_folder(checkpoints, iteration))

@@ -180,7 +180,7 @@ def during(phase: str) -> Iterator[None]:
 
 
 def _write_collectives(folder: Path, rank: int) -> None:
-    """Writes torch's flight recorder dump ({} if there is none) when a byte arrives in the rank's pipe."""
+    """Writes torch's flight recorder dump ({} without a recorder) when a byte arrives in the rank's pipe."""
     # read and write: as a mere reader, `read` would return at once after the other side has closed
     pipe = os.open(rank_file(folder, rank, "pipe"), os.O_RDWR)
     path = rank_file(folder, rank, "collectives.json")
