@@ -27,7 +27,13 @@ from moe_exp.launch.machine_checks import check_environment
 from moe_exp.launch.source_checks import data_warnings, source_problems, stage_lines, start_of
 from moe_exp.launch.torchrun_job import child_environment, run_job, shared_key, torchrun_command
 from moe_exp.planner.costs.params import startup_report
-from moe_exp.runs.run_folder import RunFolder, changes_of_resume, iterations, run_folder_problems
+from moe_exp.runs.run_folder import (
+    RunFolder,
+    changes_of_resume,
+    changes_text,
+    iterations,
+    run_folder_problems,
+)
 from moe_exp.runs.summary import Caller, finish_run
 from moe_exp.watch.excluded_nodes import exclude_list
 from moe_exp.watch.hangs.monitor import HangWatch
@@ -215,7 +221,7 @@ def _warnings(config: Config, start: Start) -> Iterator[str]:
 def _report_changes(config: Config) -> None:
     """Prints the settings that change on resume; `open_run_folder` records the changes later."""
     if config.node_rank == 0 and (changes := changes_of_resume(config)):
-        exit_codes.complain(f"resumed with changed settings: {', '.join(changes)}")
+        exit_codes.complain(changes_text(changes))
 
 
 def _warn(lines: Iterable[str]) -> None:

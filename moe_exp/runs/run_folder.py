@@ -135,7 +135,7 @@ def open_run_folder(
             logger.warning(line, folder.provenance, broken)
         _, changed = _changed_settings(folder, config)
         if resumed_from is not None and (matter := changes_of_resume(config)):
-            logger.info("resumed with changed settings: %s", ", ".join(matter))
+            logger.info("%s", changes_text(matter))
             # before config.yaml changes, so that the change is not lost if this start dies
             append_event(folder.metrics, "changed_settings", resumed_from, changes=matter)
         write_atomically(folder.config, to_yaml(config))
@@ -265,6 +265,11 @@ def changes_of_resume(config: Config) -> list[str]:
         for name, traits in TRAITS.items()
         if traits.part == part and traits.compared and name in changed and name not in _UNREPORTED
     ]
+
+
+def changes_text(changes: Sequence[str]) -> str:
+    """Log line for `changes_of_resume`."""
+    return f"resumed with changed settings: {', '.join(changes)}"
 
 
 def run_folder_problems(config: Config) -> list[str]:

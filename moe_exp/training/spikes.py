@@ -133,14 +133,17 @@ class SpikeDetector:
         self._calm: list[_Reading] = []
         self._highest: tuple[float, float | None] = (-math.inf, None)
         if state is not None:
-            for name, baseline in self._baselines.items():
+            for name, baseline in self._baselines().items():
                 baseline.values.extend(state[name][0])
                 baseline.departures.extend(state[name][1])
             self._since = state["spike_since"]
 
+    def _baselines(self) -> dict[str, Baseline]:
+        return {"loss": self._loss, "log_grad_norm": self._norm}
+
     def state(self) -> dict[str, Any]:
         """Windows and current spike as plain values, for a checkpoint."""
-        windows = {name: [list(of.values), list(of.departures)] for name, of in self._baselines.items()}
+        windows = {name: [list(of.values), list(of.departures)] for name, of in self._baselines().items()}
         return {**windows, "spike_since": self._since}
 
     def add(self, iteration: int, loss: float, grad_norm: float | None) -> Spike | SpikeEnd | None:
@@ -215,5 +218,4 @@ class SpikeDetector:
 
     def _forget(self) -> None:
         self._loss, self._norm = Baseline(relative_floor=LOSS_FLOOR), Baseline(floor=NORM_FLOOR)
-        self._baselines = {"loss": self._loss, "log_grad_norm": self._norm}
         self._recent.clear()

@@ -82,7 +82,8 @@ def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
     """Decides whether to restart. `found`: the faults in all logs, as returned by `blame.gathered`."""
     found = found or [_UNKNOWN]
     kinds = {one: _kind(one, found, situation) for one in found}
-    first = min(found, key=lambda one: list(DECISIONS).index(kinds[one]))
+    order = list(DECISIONS)
+    first = min(found, key=lambda one: order.index(kinds[one]))
     (category, action), reason = DECISIONS[kinds[first]], first.fault.name
     has_trained = situation.iterations >= PROVED_ITERATIONS or situation.trained_before
     if category == "unknown" and situation.is_new:

@@ -229,8 +229,7 @@ class PartEncoder:
             return
         clips = [*sample.chosen, *sample.odd]
         counts.num_checked, texts = len(clips), [text for _, text in clips]
-        wrong = find_differences(self._encoder, self._encoder.own, texts) if clips else []
-        if wrong:
+        if clips and (wrong := find_differences(self._encoder, self._encoder.own, texts)):
             where = f"{part.path}:{part.line_number(clips[wrong[0]][0])}"
             rule = "gigatoken encodes this document differently than the tokenizer's own package"
             raise ValueError(f"{where}: {rule}. Fix: add --backend tokenizers --start-over.")

@@ -104,7 +104,8 @@ def wait_for_verdict(folder: Path, seconds: float) -> bool | None:
     """Waits for the verdict and returns whether the run hangs; None if no verdict arrives in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if verdict := _read(dict[str, Any], folder / "verdict.json"):
+        verdict = _read(dict[str, Any], folder / "verdict.json") or {}
+        if "is_hang" in verdict:
             return bool(verdict["is_hang"])
         time.sleep(_POLL_SECONDS)
     return None
